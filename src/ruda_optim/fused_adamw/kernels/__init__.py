@@ -1,0 +1,128 @@
+"""The seam: one record of callables per backend, chosen by device and, on NVIDIA, by compiler.
+
+Backends never import each other, and nothing above this package names one of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import InvalidOption, InvalidTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import Tensor
+
+    from .tables import LaunchTable
+
+CUDA_COMPILERS = ("nvrtc", "ptx")
+CUDA_COMPILER_VARIABLE = "RUDA_CUDA_COMPILER"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a backend offers. All calls are asynchronous where the device is; pointers come from the table.
+
+    Attributes:
+        name: ``"cpu"``, ``"ptx"`` or ``"nvrtc"``.
+        statistics_chunk: gradient elements that one statistics row describes.
+        adamw_scaled: ``(table, coefficients, inverse_scale, clip_factor)``; updates every tensor of the table.
+            ``coefficients`` is FP32 ``(k, 8)`` on the host. With the keyword ``decision`` (FP32 ``(2,)`` on the device:
+            skip 0/1, clip factor) and device coefficients, the device decides and ``clip_factor`` is ignored.
+        analyze_gradient: ``(table, rows, inverse_scale)``; one row ``(scale, sumsq, bad)`` per ``statistics_chunk``
+            elements of each tensor, in table order. ``rows`` is FP32 ``(r, 3)`` on the device.
+        merge_gradient_stats_chunks: ``(rows, merged, fan_in)``; ``merged`` has one row per ``fan_in`` rows.
+        merge_gradient_stats: ``(rows, report)``; ``report`` is FP32 ``(3,)`` on the device: bad, scale, sumsq.
+        decide: capturable mode only, ``None`` on the CPU; ``(table, hyperparameters, report, coefficients, decision)``.
+    """
+
+    name: str
+    statistics_chunk: int
+    adamw_scaled: Callable[..., None]
+    analyze_gradient: Callable[[LaunchTable, Tensor, float], None]
+    merge_gradient_stats_chunks: Callable[[Tensor, Tensor, int], None]
+    merge_gradient_stats: Callable[[Tensor, Tensor], None]
+    decide: Callable[..., None] | None = None
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a backend can run on this machine and, if not, why and what to do."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+def select(device: torch.device, compiler: str | None = None) -> Kernels:
+    """The kernels that run on ``device``.
+
+    Args:
+        device: the device of the tensors.
+        compiler: on NVIDIA ``"nvrtc"`` or ``"ptx"``. Default: the environment variable ``RUDA_CUDA_COMPILER``; if that is
+            unset, ``nvrtc`` where cuda-bindings and NVRTC can be imported (lower host cost, no C compiler at run time),
+            else ``ptx``.
+
+    Raises:
+        InvalidOption: the compiler's name is unknown or does not serve this device.
+        InvalidTensor: no backend serves this device.
+        ImportError: the chosen backend cannot run here; the message says why and what to do. There is no fallback.
+    """
+    if device.type == "cpu":
+        return _load("cpu")
+    if device.type == "cuda":
+        return _load(cuda_compiler(compiler))
+    raise InvalidTensor(
+        f"the fused step needs tensors on a CPU, an NVIDIA or an AMD device (torch device types 'cpu' and 'cuda'); got "
+        f"{str(device)!r}. Move the tensors, or use torch.optim.AdamW"
+    )
+
+
+def cuda_compiler(compiler: str | None = None) -> str:
+    """The compiler that :func:`select` takes for a ``cuda`` device; see there."""
+    import torch
+
+    source = "compiler"
+    if compiler is None:
+        source, compiler = CUDA_COMPILER_VARIABLE, os.environ.get(CUDA_COMPILER_VARIABLE) or None
+    if compiler is not None and compiler not in CUDA_COMPILERS:
+        raise InvalidOption(f"{source} must be one of {', '.join(CUDA_COMPILERS)}; got {compiler!r}")
+    if torch.version.hip is not None:
+        if compiler == "nvrtc":
+            raise InvalidOption(f"{source}='nvrtc' compiles for NVIDIA only; on AMD use 'ptx' (Triton) or leave it unset")
+        return "ptx"
+    if compiler is None:
+        return "nvrtc" if _availability("nvrtc").available else "ptx"
+    return compiler
+
+
+def available() -> tuple[Availability, ...]:
+    """What this machine can run, backend by backend. Compiles nothing and initializes no device."""
+    return tuple(_availability(name) for name in ("cpu", "nvrtc", "ptx"))
+
+
+def _availability(name: str) -> Availability:
+    try:
+        reason = importlib.import_module(f".{name}", __package__).unavailable()
+    except ImportError as error:
+        reason = str(error)
+    return Availability(name, reason is None, "ready" if reason is None else reason)
+
+
+_loaded: dict[str, Kernels] = {}
+
+
+def _load(name: str) -> Kernels:
+    kernels = _loaded.get(name)
+    if kernels is None:
+        module = importlib.import_module(f".{name}", __package__)
+        reason = module.unavailable()
+        if reason is not None:
+            raise ImportError(reason)
+        kernels = _loaded[name] = module.kernels()
+    return kernels

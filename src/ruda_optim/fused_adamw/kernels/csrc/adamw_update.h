@@ -1,0 +1,74 @@
+// The AdamW / AMSGrad formula for one element. Everything that moves data (loops, conversions, layouts) lives elsewhere.
+//
+// Freestanding on purpose: g++, clang++, NVRTC and the host simulator compile this file unchanged, so it includes nothing.
+// Build it with contraction off (-ffp-contract=off, --fmad=false): each operation below rounds once, and every backend
+// returns the same bits.
+//
+// Source: Loshchilov & Hutter 2019 (arXiv:1711.05101); Reddi et al. 2018 for AMSGrad; PyTorch's AdamW for the order
+// (the maximum is taken over the uncorrected second moment, and epsilon is added outside the root).
+#pragma once
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define RUDA_HD __host__ __device__ __forceinline__
+#else
+#define RUDA_HD inline __attribute__((always_inline))
+#endif
+
+namespace ruda {
+
+#if defined(__CUDA_ARCH__)
+RUDA_HD float sqrt_rn(float x) { return __fsqrt_rn(x); }
+RUDA_HD float div_rn(float a, float b) { return __fdiv_rn(a, b); }
+#else
+RUDA_HD float sqrt_rn(float x) { return __builtin_sqrtf(x); }
+RUDA_HD float div_rn(float a, float b) { return a / b; }
+#endif
+
+// One row of the coefficient table: computed on the host in FP64, once per distinct (parameter group, step), then rounded.
+struct Coefficients {
+  float lr;                // >= 0
+  float lr_weight_decay;   // lr * weight_decay
+  float one_minus_beta1;   // in (0, 1]
+  float one_minus_beta2;   // in (0, 1]
+  float inv_bias1;         // 1 / (1 - beta1^t)
+  float inv_bias2;         // 1 / (1 - beta2^t)
+  float epsilon;           // > 0
+  float gradient_sign;     // +1, or -1 to maximize
+};
+constexpr int kCoefficients = 8;
+
+// The two factors every gradient is multiplied by, in this order: folding them into one would hide an overflow.
+struct GradientFactors {
+  float inverse_scale;  // 1 / gradient_scale
+  float signed_clip;    // clip_factor * gradient_sign; the sign is exact, so it may ride on the second factor
+};
+
+RUDA_HD GradientFactors gradient_factors(const Coefficients& c, float inverse_scale, float clip_factor) {
+  return {inverse_scale, clip_factor * c.gradient_sign};
+}
+
+struct Element {
+  float p, m, v, v_max;  // parameter, exp_avg, exp_avg_sq, max_exp_avg_sq (AMSGrad only)
+};
+
+template <bool AMSGRAD>
+RUDA_HD Element adamw_element(const Coefficients& c, const GradientFactors& f, float stored_gradient, Element e) {
+  const float g = stored_gradient * f.inverse_scale * f.signed_clip;
+  const float gg = g * g;
+  e.m += c.one_minus_beta1 * (g - e.m);
+  // An overflowed second moment stays infinite instead of turning into inf - inf: the element stops moving, as it does
+  // in the literal form beta2 * v + (1 - beta2) * g * g.
+  const float v_next = e.v + c.one_minus_beta2 * (gg - e.v);
+  e.v = e.v == __builtin_inff() ? e.v + gg : v_next;
+  float v_used = e.v;
+  if (AMSGRAD) {
+    // Not fmaxf: a NaN on either side must come through.
+    e.v_max = (e.v > e.v_max || e.v != e.v) ? e.v : e.v_max;
+    v_used = e.v_max;
+  }
+  const float denominator = sqrt_rn(v_used * c.inv_bias2) + c.epsilon;
+  e.p -= c.lr_weight_decay * e.p + div_rn(c.lr * (e.m * c.inv_bias1), denominator);
+  return e;
+}
+
+}  // namespace ruda

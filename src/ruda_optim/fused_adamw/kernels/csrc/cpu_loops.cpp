@@ -1,0 +1,318 @@
+// Load, loop, store. Compiled once per instruction-set level with -DRUDA_LEVEL=v4|v3|v2|plain; the arithmetic is in
+// adamw_update.h and gradient_stats.h, so every level returns the same bits.
+#include "cpu_loops.h"
+
+#include "half.h"
+
+#if defined(__clang__)
+#define RUDA_VECTORIZE _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define RUDA_VECTORIZE _Pragma("GCC ivdep")
+#endif
+
+namespace ruda {
+namespace {
+
+// Elements converted or gathered at a time: every scratch array of a block together stays in the first-level cache.
+constexpr int64_t kBlock = 1024;
+
+// The inputs and outputs of one block, all FP32 and flat. An output may be its own input, never another array's.
+struct Block {
+  const float *p, *g, *m, *v, *v_max;
+  float *p_out, *m_out, *v_out, *v_max_out;
+};
+
+template <bool AMSGRAD>
+void update_block(const Coefficients& coefficients, const GradientFactors& factors, const Block& block, int64_t n) {
+  // Local copies: float stores could otherwise alias the coefficients, and nothing would vectorise.
+  const Coefficients c = coefficients;
+  const GradientFactors f = factors;
+  const Block b = block;
+  RUDA_VECTORIZE
+  for (int64_t i = 0; i < n; ++i) {
+    const Element e = adamw_element<AMSGRAD>(c, f, b.g[i], {b.p[i], b.m[i], b.v[i], AMSGRAD ? b.v_max[i] : 0.0f});
+    b.p_out[i] = e.p;
+    b.m_out[i] = e.m;
+    b.v_out[i] = e.v;
+    if (AMSGRAD) b.v_max_out[i] = e.v_max;
+  }
+}
+
+template <class T>
+T* pointer(const TableView& table, Field field, int64_t tensor) {
+  return reinterpret_cast<T*>(table.at(field, tensor));
+}
+
+// One tensor's layout record: [dimensions, sizes..., strides of role 0..., strides of role 1..., ...], outermost first.
+struct Layout {
+  int64_t dimensions;
+  const int64_t* sizes;
+  const int64_t* strides;
+
+  Layout(const int64_t* record, Role role)
+      : dimensions(record[0]), sizes(record + 1), strides(record + 1 + (1 + role) * record[0]) {}
+
+  // Calls run(offset, stride, first, count) for the stretches of the innermost dimension that cover [begin, begin + n).
+  template <class Run>
+  void walk(int64_t begin, int64_t n, const Run& run) const {
+    const int64_t inner = sizes[dimensions - 1];
+    for (int64_t done = 0; done < n;) {
+      int64_t index = begin + done;
+      const int64_t column = index % inner;
+      int64_t offset = column * strides[dimensions - 1];
+      index /= inner;
+      for (int64_t d = dimensions - 2; d >= 0; --d) {
+        offset += index % sizes[d] * strides[d];
+        index /= sizes[d];
+      }
+      const int64_t count = inner - column < n - done ? inner - column : n - done;
+      run(offset, strides[dimensions - 1], done, count);
+      done += count;
+    }
+  }
+};
+
+template <class T>
+void gather(const Layout& layout, const T* base, int64_t begin, int64_t n, T* out) {
+  layout.walk(begin, n, [&](int64_t offset, int64_t stride, int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) out[first + i] = base[offset + i * stride];
+  });
+}
+
+template <class T>
+void scatter(const Layout& layout, const T* in, int64_t begin, int64_t n, T* base) {
+  layout.walk(begin, n, [&](int64_t offset, int64_t stride, int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) base[offset + i * stride] = in[first + i];
+  });
+}
+
+// Reads and writes the elements [begin, begin + n) of one role, flat or strided. A flat read returns the memory itself.
+struct Access {
+  const TableView& table;
+  int64_t tensor;
+  bool strided;
+
+  Layout layout(Role role) const { return Layout(table.layouts + table.at(kLayout, tensor), role); }
+
+  template <class T>
+  const T* read(Field field, Role role, int64_t begin, int64_t n, T* scratch) const {
+    const T* base = pointer<const T>(table, field, tensor);
+    if (!strided) return base + begin;
+    gather(layout(role), base, begin, n, scratch);
+    return scratch;
+  }
+
+  // Where a kernel may write its result: the memory itself, or scratch that `commit` scatters.
+  template <class T>
+  T* target(Field field, int64_t begin, T* scratch) const {
+    return strided ? scratch : pointer<T>(table, field, tensor) + begin;
+  }
+
+  template <class T>
+  void commit(Field field, Role role, int64_t begin, int64_t n, const T* scratch) const {
+    if (strided) scatter(layout(role), scratch, begin, n, pointer<T>(table, field, tensor));
+  }
+
+  const float* gradient(int64_t flags, int64_t begin, int64_t n, uint16_t* half, float* scratch) const {
+    if (!(flags & (kGradFp16 | kGradBf16))) return read<float>(kGrad, kRoleGrad, begin, n, scratch);
+    const uint16_t* in = read<uint16_t>(kGrad, kRoleGrad, begin, n, half);
+    if (flags & kGradFp16) {
+      fp16_to_float(in, scratch, n);
+    } else {
+      bf16_to_float(in, scratch, n);
+    }
+    return scratch;
+  }
+};
+
+// Zeros that stand for the moments of a first step, whose memory holds nothing yet.
+const float kZeros[kBlock] = {};
+
+void update(const TableView& table, int64_t tensor, int64_t begin, int64_t end, const UpdateArguments& arguments) {
+  const int64_t flags = table.at(kFlags, tensor);
+  const Coefficients& c = arguments.coefficients[table.at(kCoefficientRow, tensor)];
+  const GradientFactors factors = gradient_factors(c, arguments.inverse_scale, arguments.clip_factor);
+  const bool amsgrad = flags & kAmsgrad;
+  const bool first = flags & kFirst;
+  const bool split = flags & kSplit;
+  const bool copy = flags & (kCopyFp16 | kCopyBf16);
+  const Access access{table, tensor, (flags & kStrided) != 0};
+  const auto run = amsgrad ? update_block<true> : update_block<false>;
+
+  // FP32 everywhere and flat: nothing to stage, so the whole range is one block.
+  const bool direct = !access.strided && !first && !split && !copy && !(flags & (kGradFp16 | kGradBf16));
+  const int64_t block_size = direct ? end - begin : kBlock;
+
+  alignas(64) float p[kBlock], g[kBlock], m[kBlock], v[kBlock], v_max[kBlock];
+  alignas(64) uint16_t half[kBlock], low[kBlock];
+  for (int64_t at = begin; at < end; at += block_size) {
+    const int64_t n = end - at < block_size ? end - at : block_size;
+    Block b{};
+    if (split) {
+      join_master(access.read<uint16_t>(kCopy, kRoleCopy, at, n, half),
+                  access.read<uint16_t>(kRemainder, kRoleRemainder, at, n, low), p, n);
+      b.p = p;
+      b.p_out = p;
+    } else {
+      b.p = access.read<float>(kParam, kRoleParam, at, n, p);
+      b.p_out = access.target<float>(kParamOut, at, p);
+    }
+    b.g = access.gradient(flags, at, n, half, g);
+    b.m = first ? kZeros : access.read<float>(kExpAvg, kRoleExpAvg, at, n, m);
+    b.v = first ? kZeros : access.read<float>(kExpAvgSq, kRoleExpAvgSq, at, n, v);
+    b.m_out = access.target<float>(kExpAvgOut, at, m);
+    b.v_out = access.target<float>(kExpAvgSqOut, at, v);
+    if (amsgrad) {
+      b.v_max = first ? kZeros : access.read<float>(kMaxExpAvgSq, kRoleMaxExpAvgSq, at, n, v_max);
+      b.v_max_out = access.target<float>(kMaxExpAvgSqOut, at, v_max);
+    }
+
+    run(c, factors, b, n);
+
+    access.commit<float>(kExpAvgOut, kRoleExpAvg, at, n, b.m_out);
+    access.commit<float>(kExpAvgSqOut, kRoleExpAvgSq, at, n, b.v_out);
+    if (amsgrad) access.commit<float>(kMaxExpAvgSqOut, kRoleMaxExpAvgSq, at, n, b.v_max_out);
+    if (split) {
+      uint16_t* high = access.target<uint16_t>(kCopy, at, half);
+      uint16_t* remainder = access.target<uint16_t>(kRemainder, at, low);
+      split_master(b.p_out, high, remainder, n);
+      access.commit<uint16_t>(kCopy, kRoleCopy, at, n, high);
+      access.commit<uint16_t>(kRemainder, kRoleRemainder, at, n, remainder);
+    } else {
+      access.commit<float>(kParamOut, kRoleParam, at, n, b.p_out);
+      if (copy) {
+        uint16_t* out = access.target<uint16_t>(kCopy, at, half);
+        if (flags & kCopyFp16) {
+          float_to_fp16(b.p_out, out, n);
+        } else {
+          float_to_bf16(b.p_out, out, n);
+        }
+        access.commit<uint16_t>(kCopy, kRoleCopy, at, n, out);
+      }
+    }
+  }
+}
+
+// Sixty-four partial sums whatever the vector width: the order of the additions, and so the last bit, does not depend on
+// the level. A block adds at most 16 squares per FP32 partial sum; between blocks the sums are FP64.
+constexpr int kGroup = 64;
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr int kSums = kGroup / kLanes;
+typedef float FloatLanes __attribute__((vector_size(kLanes * sizeof(float))));
+typedef int32_t IntLanes __attribute__((vector_size(kLanes * sizeof(int32_t))));
+
+struct BlockSums {
+  FloatLanes squares[kSums];
+  int32_t largest;  // bits of the largest magnitude, as an integer: NaN > infinity > finite
+};
+
+// The squares of (g * inverse_scale) * rescale over a whole number of groups, and the largest |g * inverse_scale|.
+template <bool RESCALE>
+BlockSums sum_block(const float* g, int64_t n, float inverse_scale, float rescale) {
+  BlockSums sums = {};
+  IntLanes largest = {};
+  for (int64_t i = 0; i < n; i += kGroup) {
+    for (int s = 0; s < kSums; ++s) {
+      FloatLanes x;
+      __builtin_memcpy(&x, g + i + s * kLanes, sizeof x);
+      x *= inverse_scale;
+      const IntLanes bits = (IntLanes)x & static_cast<int32_t>(kAbsMask);  // the same bits, not a conversion
+      largest = bits > largest ? bits : largest;
+      if (RESCALE) x *= rescale;
+      sums.squares[s] += x * x;
+    }
+  }
+  for (int lane = 0; lane < kLanes; ++lane) sums.largest = largest[lane] > sums.largest ? largest[lane] : sums.largest;
+  return sums;
+}
+
+double total(const BlockSums& sums) {
+  float partial[kGroup];
+  __builtin_memcpy(partial, sums.squares, sizeof partial);
+  double all = 0;
+  for (int i = 0; i < kGroup; ++i) all += partial[i];
+  return all;
+}
+
+// Between these magnitudes FP32 squares neither overflow nor lose what counts: an element whose square underflows is
+// 2^-23 of the largest or less. Outside, the block is summed again, multiplied by a power of two.
+constexpr uint32_t kPlainFrom = (127u - 40u) << 23;
+constexpr uint32_t kPlainTo = (127u + 40u) << 23;
+
+// Adds one block of finite gradients, n a whole number of groups; false if something in it is not finite.
+bool add_block(const float* g, int64_t n, float inverse_scale, double* sumsq, uint32_t* largest) {
+  BlockSums sums = sum_block<false>(g, n, inverse_scale, 1.0f);
+  const uint32_t most = static_cast<uint32_t>(sums.largest);
+  if (most >= kInfinityBits) return false;
+  *largest = most > *largest ? most : *largest;
+  if (most >= kPlainFrom && most < kPlainTo) {
+    *sumsq += total(sums);
+  } else if (most != 0) {
+    const uint32_t exponent = most >> 23;
+    const uint32_t inverse = 254u - exponent;  // the biased exponent of 2^-e; the largest magnitudes have none
+    const float rescale = bits_float((inverse < 1u ? 1u : inverse) << 23);
+    sums = sum_block<true>(g, n, inverse_scale, rescale);
+    const double wide = rescale;
+    *sumsq += total(sums) / (wide * wide);
+  }
+  return true;
+}
+
+StatsRow analyze(const TableView& table, int64_t tensor, int64_t begin, int64_t end, float inverse_scale) {
+  const int64_t flags = table.at(kFlags, tensor);
+  const Access access{table, tensor, (flags & kStrided) != 0};
+  alignas(64) float scratch[kBlock], patched[kBlock];
+  alignas(64) uint16_t half[kBlock];
+
+  double sumsq = 0;
+  uint32_t largest = 0;
+  bool bad = false;
+  for (int64_t at = begin; at < end; at += kBlock) {
+    const int64_t n = end - at < kBlock ? end - at : kBlock;
+    const int64_t padded = (n + kGroup - 1) / kGroup * kGroup;
+    const float* g = access.gradient(flags, at, n, half, scratch);
+    if (n != padded) {  // zeros change neither the sum nor the maximum
+      for (int64_t i = 0; i < padded; ++i) patched[i] = i < n ? g[i] : 0.0f;
+      g = patched;
+    }
+    if (!add_block(g, padded, inverse_scale, &sumsq, &largest)) {
+      // The finite elements are described all the same, so that the report of a skipped step can say how large they are.
+      bad = true;
+      for (int64_t i = 0; i < padded; ++i) {
+        const bool finite = (float_bits(g[i] * inverse_scale) & kAbsMask) < kInfinityBits;
+        patched[i] = finite ? g[i] : 0.0f;
+      }
+      add_block(patched, padded, inverse_scale, &sumsq, &largest);
+    }
+  }
+  const float scale = bits_float(largest);
+  const double wide = scale;
+  return {scale, largest == 0 ? 0.0f : static_cast<float>(sumsq / (wide * wide)), bad ? 1.0f : 0.0f};
+}
+
+}  // namespace
+
+namespace RUDA_LEVEL {
+const CpuLoops* loops() {
+  static const CpuLoops kLoops = {
+#if defined(__AVX512F__)
+      4,
+#elif defined(__AVX2__)
+      3,
+#elif defined(__SSE4_2__)
+      2,
+#else
+      0,
+#endif
+      update, analyze};
+  return &kLoops;
+}
+}  // namespace RUDA_LEVEL
+
+}  // namespace ruda

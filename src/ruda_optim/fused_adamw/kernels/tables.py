@@ -1,0 +1,253 @@
+"""The launch description that every backend reads: one column per tensor, one row per :class:`Field`.
+
+``LaunchTable.fields`` is an int64 CPU tensor of shape ``(len(Field), n)``. Pointers are stored as integers; a row of
+pointers is contiguous, so a device backend can upload only the row that changed. ``layouts`` is a flat int64 CPU tensor
+that describes the tensors which cannot be walked as flat memory (see :func:`describe_layout`).
+
+The coefficient table is FP32 of shape ``(k, 8)`` with the columns of ``csrc/adamw_update.h``'s ``Coefficients``; the
+row ``Field.COEFFICIENTS`` says which of the ``k`` rows a tensor uses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+class Field(IntEnum):
+    """Rows of :attr:`LaunchTable.fields`. ``csrc/cpu_loops.h`` repeats the numbers; a test compares the two."""
+
+    PARAM = 0  # FP32 values read: the parameter or its master; 0 with SPLIT
+    PARAM_OUT = 1  # FP32 values written; equal to PARAM for an in-place step
+    GRAD = 2  # never written
+    EXP_AVG = 3
+    EXP_AVG_OUT = 4
+    EXP_AVG_SQ = 5
+    EXP_AVG_SQ_OUT = 6
+    MAX_EXP_AVG_SQ = 7  # 0 without AMSGRAD
+    MAX_EXP_AVG_SQ_OUT = 8
+    COPY = 9  # half parameter written beside the master; read too with SPLIT; 0 if there is none
+    REMAINDER = 10  # int16 low halves of a split master, read and written; 0 without SPLIT
+    NUMEL = 11
+    FLAGS = 12  # Flag bits
+    COEFFICIENTS = 13  # row of the coefficient table
+    LAYOUT = 14  # offset into LaunchTable.layouts; -1 for flat memory
+    STEP = 15  # FP32 step counter on the host, or 0; no kernel reads it
+
+
+class Flag(IntFlag):
+    """Bits of ``Field.FLAGS``."""
+
+    GRAD_FP16 = 1  # neither GRAD bit: FP32
+    GRAD_BF16 = 2
+    COPY_FP16 = 4  # neither COPY bit: no half copy
+    COPY_BF16 = 8
+    AMSGRAD = 16
+    FIRST = 32  # moments count as zero and their memory is not read
+    SPLIT = 64  # the FP32 value is COPY (BF16) and REMAINDER together
+    STRIDED = 128  # walk the tensors by LAYOUT
+    ALIGNED = 256  # flat, and every pointer is a multiple of 16 bytes
+
+
+# Roles in the order in which describe_layout lists their strides; in and out pointers of a role share a layout.
+LAYOUT_ROLES = ("parameter", "gradient", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "copy", "remainder")
+
+_GRAD_FLAG = {torch.float32: Flag(0), torch.float16: Flag.GRAD_FP16, torch.bfloat16: Flag.GRAD_BF16}
+_COPY_FLAG = {torch.float16: Flag.COPY_FP16, torch.bfloat16: Flag.COPY_BF16}
+GRADIENT_DTYPES = tuple(_GRAD_FLAG)
+
+
+@dataclass
+class TensorMemory:
+    """The memory of one tensor's update. Everything has the parameter's shape and device.
+
+    ``parameter`` is FP32 (the parameter itself, or its master) and ``None`` for a split master, whose value is ``copy``
+    (BF16) and ``remainder`` (int16) together. Moments are FP32. ``copy`` is the FP16 or BF16 parameter that the kernel
+    writes beside the master. An output that is ``None`` means in place. ``first`` says that the moments' memory holds
+    nothing yet. ``step`` is the FP32 host counter that :meth:`LaunchTable.advance_steps` increments.
+    """
+
+    gradient: Tensor
+    parameter: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None = None
+    copy: Tensor | None = None
+    remainder: Tensor | None = None
+    step: Tensor | None = None
+    parameter_out: Tensor | None = None
+    exp_avg_out: Tensor | None = None
+    exp_avg_sq_out: Tensor | None = None
+    max_exp_avg_sq_out: Tensor | None = None
+    first: bool = False
+
+    def roles(self) -> tuple[Tensor | None, ...]:
+        """The tensors in the order of ``LAYOUT_ROLES``."""
+        return (
+            self.parameter,
+            self.gradient,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.max_exp_avg_sq,
+            self.copy,
+            self.remainder,
+        )
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """True if two elements may share memory, as in an expanded tensor (a sufficient test, exact for views by slicing)."""
+    reach = 0  # the farthest offset that the dimensions seen so far can produce
+    for stride, size in sorted((st, si) for si, st in zip(tensor.shape, tensor.stride(), strict=True) if si > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def describe_layout(roles: Sequence[Tensor | None]) -> list[int] | None:
+    """How to walk tensors of one shape whose memory may be laid out differently.
+
+    Returns ``None`` if all of them are dense with the same strides, so that one flat index serves them all. Otherwise a
+    record ``[dimensions, sizes..., strides of role 0..., strides of role 1..., ...]``, outermost dimension first, with
+    neighbouring dimensions merged where every tensor allows it, and zero strides for a role that is absent.
+    """
+    present = [tensor for tensor in roles if tensor is not None]
+    lead = present[0]
+    if all(tensor.is_contiguous() for tensor in present):
+        return None
+    dims = [d for d in range(lead.dim()) if lead.shape[d] != 1]
+    strides = [tuple(tensor.stride(d) for tensor in present) for d in dims]
+    # Outermost first in the memory of the tensor that leads, so that the innermost loop runs along its memory.
+    order = sorted(range(len(dims)), key=lambda k: strides[k][0], reverse=True)
+    sizes: list[int] = []
+    merged: list[tuple[int, ...]] = []
+    for k in order:
+        size, step = lead.shape[dims[k]], strides[k]
+        if merged and all(outer == inner * size for outer, inner in zip(merged[-1], step, strict=True)):
+            sizes[-1] *= size
+            merged[-1] = step
+        else:
+            sizes.append(size)
+            merged.append(step)
+    if len(sizes) <= 1 and all(step == 1 for step in (merged[0] if merged else ())):
+        return None
+    record = [len(sizes), *sizes]
+    columns = iter(range(len(present)))
+    for tensor in roles:
+        column = None if tensor is None else next(columns)
+        record += [0 if column is None else step[column] for step in merged]
+    return record
+
+
+class LaunchTable:
+    """One launch over many tensors of one device.
+
+    Args:
+        memories: one entry per tensor, none of them empty; checked by the caller.
+        device: the device of all of them.
+
+    Attributes:
+        fields: int64 CPU tensor of shape ``(len(Field), n)``.
+        layouts: flat int64 CPU tensor of layout records.
+        revision: counts the changes of anything but the gradient pointers and ``Field.COEFFICIENTS``, so that a backend
+            knows when its device copy is out of date.
+        device_cache: scratch for the backend that launches this table; owned by it alone.
+    """
+
+    def __init__(self, memories: Sequence[TensorMemory], device: torch.device) -> None:
+        self.device = device
+        self.revision = 0
+        self.device_cache: dict[str, object] = {}
+        self._memories = list(memories)
+        self._records: list[list[int] | None] = [None] * len(self._memories)
+        self.fields = torch.zeros((len(Field), len(self._memories)), dtype=torch.int64)
+        columns = [self._column(i) for i in range(len(self._memories))]
+        if columns:
+            self.fields.copy_(torch.tensor(columns, dtype=torch.int64).T)
+        self._pack_layouts()
+        for memory in self._memories:
+            del memory.gradient  # a table must not keep gradients alive between steps
+        self.numel = int(self.fields[Field.NUMEL].sum())
+
+    def __len__(self) -> int:
+        return len(self._memories)
+
+    def set_gradient(self, index: int, gradient: Tensor) -> None:
+        """Describe a gradient whose dtype or layout differs from what column ``index`` says; ``gradient`` is checked."""
+        memory = self._memories[index]
+        memory.gradient = gradient
+        old = self.fields[:, index].tolist()
+        new = self._column(index)
+        new[Field.COEFFICIENTS] = old[Field.COEFFICIENTS]
+        new[Field.FLAGS] = new[Field.FLAGS] & ~Flag.FIRST | old[Field.FLAGS] & Flag.FIRST  # advance_steps clears FIRST
+        had_record = old[Field.LAYOUT] >= 0
+        new[Field.LAYOUT] = old[Field.LAYOUT]
+        self.fields[:, index] = torch.tensor(new, dtype=torch.int64)
+        del memory.gradient
+        if had_record or self._records[index] is not None:
+            self._pack_layouts()
+        if new[Field.FLAGS] != old[Field.FLAGS] or had_record:
+            self.revision += 1
+
+    def statistics_rows(self, chunk: int) -> int:
+        """Statistics rows of one pass: one per ``chunk`` elements of each tensor."""
+        numel = self.fields[Field.NUMEL]
+        return int(((numel + (chunk - 1)) // chunk).sum())
+
+    def _column(self, index: int) -> list[int]:
+        memory = self._memories[index]
+        record = describe_layout(memory.roles())
+        self._records[index] = record
+
+        def pointer(tensor: Tensor | None) -> int:
+            return 0 if tensor is None else tensor.data_ptr()
+
+        def output(out: Tensor | None, default: Tensor | None) -> int:
+            return pointer(default if out is None else out)
+
+        column = [0] * len(Field)
+        column[Field.PARAM] = pointer(memory.parameter)
+        column[Field.PARAM_OUT] = output(memory.parameter_out, memory.parameter)
+        column[Field.GRAD] = pointer(memory.gradient)
+        column[Field.EXP_AVG] = pointer(memory.exp_avg)
+        column[Field.EXP_AVG_OUT] = output(memory.exp_avg_out, memory.exp_avg)
+        column[Field.EXP_AVG_SQ] = pointer(memory.exp_avg_sq)
+        column[Field.EXP_AVG_SQ_OUT] = output(memory.exp_avg_sq_out, memory.exp_avg_sq)
+        column[Field.MAX_EXP_AVG_SQ] = pointer(memory.max_exp_avg_sq)
+        column[Field.MAX_EXP_AVG_SQ_OUT] = output(memory.max_exp_avg_sq_out, memory.max_exp_avg_sq)
+        column[Field.COPY] = pointer(memory.copy)
+        column[Field.REMAINDER] = pointer(memory.remainder)
+        column[Field.NUMEL] = memory.exp_avg.numel()
+        column[Field.LAYOUT] = -1
+        column[Field.STEP] = pointer(memory.step)
+
+        flags = _GRAD_FLAG[memory.gradient.dtype]
+        if memory.copy is not None:
+            flags |= _COPY_FLAG[memory.copy.dtype]
+        if memory.max_exp_avg_sq is not None:
+            flags |= Flag.AMSGRAD
+        if memory.first:
+            flags |= Flag.FIRST
+        if memory.remainder is not None:
+            flags |= Flag.SPLIT
+        if record is not None:
+            flags |= Flag.STRIDED
+        elif all(column[field] % 16 == 0 for field in range(Field.PARAM, Field.NUMEL)):
+            flags |= Flag.ALIGNED
+        column[Field.FLAGS] = int(flags)
+        return column
+
+    def _pack_layouts(self) -> None:
+        flat: list[int] = []
+        for index, record in enumerate(self._records):
+            self.fields[Field.LAYOUT, index] = -1 if record is None else len(flat)
+            flat += record or []
+        self.layouts = torch.tensor(flat or [0], dtype=torch.int64)
