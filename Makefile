@@ -1,0 +1,89 @@
+# `make venv` is all a clean clone needs; every other target makes it first. Needed: make, Python >= 3.10, a C++ compiler.
+PYTHON ?= python3
+# Extra arguments for pytest, for example: make test PYTEST_ARGS="-k clip -x"
+PYTEST_ARGS ?=
+# Sanitizers for `make sanitize`: address,undefined or thread
+SANITIZE ?= address,undefined
+SANITIZE_TESTS ?= tests
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+CSRC := src/ruda_optim/fused_adamw/kernels/csrc
+CPP_FILES = $(wildcard $(CSRC)/*.h $(CSRC)/*.cpp $(CSRC)/*.cu)
+PYTHON_DIRS = $(wildcard src tests tools benchmarks examples cmake docs)
+
+.PHONY: venv demo test lint format bench sanitize test-nightly test-integrations docs wheel gpu clean distclean
+.DELETE_ON_ERROR:
+
+# ---- environment: two steps, because the build runs inside the environment and needs what the first step installs ----
+venv: $(VENV)/.installed
+
+$(VENV)/.created:
+	@tools/check_prerequisites.sh "$(PYTHON)"
+	@echo "Creating $(VENV)"
+	@"$(PYTHON)" -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.dependencies: requirements-dev.txt constraints.txt | $(VENV)/.created
+	@echo "Installing the development environment (about a minute, 1.3 GB)"
+	@$(PIP) -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.dependencies pyproject.toml CMakeLists.txt cmake/find_torch.py $(filter-out %.cu,$(CPP_FILES))
+	@echo "Building and installing ruda-optim"
+	@$(PIP) --no-build-isolation --no-deps --config-settings=cmake.define.RUDA_WERROR=ON --editable .
+	@touch $@
+
+$(VENV)/.integrations: requirements-integrations.txt constraints.txt | $(VENV)/.dependencies
+	@echo "Installing the integrations"
+	@$(PIP) -r requirements-integrations.txt
+	@touch $@
+
+# ---- use ----
+demo: venv
+	$(BIN)/python examples/train_text.py $(DEMO_ARGS)
+
+bench: venv
+	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+
+gpu: venv
+	$(BIN)/python tools/run_adamw_regressions.py --suite cuda --compiler both $(GPU_ARGS)
+
+docs: venv
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+wheel: venv
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+
+# ---- checks ----
+lint: venv
+	$(BIN)/ruff check $(PYTHON_DIRS)
+	$(BIN)/ruff format --check $(PYTHON_DIRS)
+	$(BIN)/mypy
+	PYTHONPATH=src $(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+format: venv
+	$(BIN)/ruff check --fix --quiet $(PYTHON_DIRS)
+	$(BIN)/ruff format $(PYTHON_DIRS)
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+test: venv
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-nightly: venv
+	$(BIN)/python -m pytest --hypothesis-profile=nightly $(PYTEST_ARGS)
+
+test-integrations: venv $(VENV)/.integrations
+	$(BIN)/python -m pytest -m integration $(PYTEST_ARGS)
+
+sanitize: venv
+	tools/sanitize.sh "$(BIN)/python" "$(SANITIZE)" $(SANITIZE_TESTS) $(PYTEST_ARGS)
+
+clean:
+	rm -rf build dist site demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
