@@ -8,7 +8,8 @@ SANITIZE_TESTS ?= tests
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Quiet twice: no progress, no warnings; errors and the output of a failed build are shown.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 CSRC := src/ruda_optim/fused_adamw/kernels/csrc
 CPP_FILES = $(wildcard $(CSRC)/*.h $(CSRC)/*.cpp $(CSRC)/*.cu)
 PYTHON_DIRS = $(wildcard src tests tools benchmarks examples cmake docs)
