@@ -8,6 +8,7 @@ shift 2
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 build=build/sanitize-$(echo "$sanitizers" | tr ',' '-')
+mkdir -p build
 cxx=${CXX:-c++}
 
 "$python" -m cmake -S . -B "$build" -G Ninja -DCMAKE_MAKE_PROGRAM="$("$python" -c 'import ninja; print(ninja.BIN_DIR)')/ninja" \
