@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 # Quiet twice: no progress, no warnings; errors and the output of a failed build are shown.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 CSRC := src/ruda_optim/fused_adamw/kernels/csrc
-CPP_FILES = $(wildcard $(CSRC)/*.h $(CSRC)/*.cpp $(CSRC)/*.cu)
+CPP_FILES = $(wildcard $(CSRC)/*.h $(CSRC)/*.cpp $(CSRC)/*.cu cmake/*.cpp)
 PYTHON_DIRS = $(wildcard src tests tools benchmarks examples cmake docs)
 
 .PHONY: venv demo test lint format bench sanitize test-nightly test-integrations docs wheel gpu clean distclean
@@ -31,7 +31,7 @@ $(VENV)/.dependencies: requirements-dev.txt constraints.txt | $(VENV)/.created
 	@$(PIP) -r requirements-dev.txt
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.dependencies pyproject.toml CMakeLists.txt cmake/find_torch.py $(filter-out %.cu,$(CPP_FILES))
+$(VENV)/.installed: $(VENV)/.dependencies pyproject.toml CMakeLists.txt cmake/find_torch.py $(filter-out %.cu cmake/%,$(CPP_FILES))
 	@echo "Building and installing ruda-optim"
 	@$(PIP) --no-build-isolation --no-deps --config-settings=cmake.define.RUDA_WERROR=ON --editable .
 	@touch $@
