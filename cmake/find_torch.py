@@ -19,13 +19,13 @@ def main() -> None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         sys.exit(
-            f"torch is not installed for {sys.executable}: run 'pip install torch>=2.10 scikit-build-core cmake ninja' "
+            f"torch is not installed for {sys.executable}: run 'pip install torch scikit-build-core cmake ninja' "
             "there, then install ruda-optim with 'pip install --no-build-isolation', which builds against that torch."
         )
     version = importlib.metadata.version("torch")
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or tuple(map(int, found.groups())) < MINIMUM:
-        sys.exit(f"torch {version} is installed, but 2.10 or newer is needed: run 'pip install --upgrade torch>=2.10'.")
+        sys.exit(f"torch {version} is installed, but 2.10 or newer is needed: run 'pip install --upgrade torch'.")
 
     root = pathlib.Path(spec.origin).parent
     header = root / "include" / "torch" / "csrc" / "stable" / "library.h"
