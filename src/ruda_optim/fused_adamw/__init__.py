@@ -33,6 +33,7 @@ from .stats_plan import StatsPlan as StatsPlan
 if TYPE_CHECKING:
     from . import reference as reference
     from . import storage as storage
+    from .step import GuardedUpdate as GuardedUpdate
     from .step import adamw_step as adamw_step
     from .step import gradient_stats as gradient_stats
     from .step import guarded_adamw_step as guarded_adamw_step
@@ -46,6 +47,7 @@ __all__ = [
     "GradientDecision",
     "GradientGuardOptions",
     "GradientStats",
+    "GuardedUpdate",
     "InvalidOption",
     "InvalidState",
     "InvalidTensor",
@@ -65,7 +67,7 @@ __all__ = [
     "storage",
 ]
 
-_FROM_STEP = ("adamw_step", "gradient_stats", "guarded_adamw_step")
+_FROM_STEP = ("GuardedUpdate", "adamw_step", "gradient_stats", "guarded_adamw_step")
 _SUBMODULES = ("reference", "storage")
 
 

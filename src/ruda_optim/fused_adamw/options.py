@@ -89,7 +89,7 @@ class StepControl:
     Args:
         gradient_scale: stored gradients are ``gradient_scale`` times the true ones (loss scaling); they are multiplied
             by the FP32 value of its reciprocal. Finite, > 0, and the reciprocal must be finite and > 0 in FP32, which
-            leaves about 2.9e-39 to 1.4e45. Default 1.
+            leaves about 3e-39 to 1.4e45. Default 1.
         skip_update: a flag on the host, supplied by the caller: True leaves everything as it is. Default False.
 
     Raises:
@@ -106,7 +106,7 @@ class StepControl:
         if not 0.0 < round_to_fp32(1.0 / scale) <= _FP32_MAX:
             raise InvalidOption(
                 f"gradient_scale must have a reciprocal that is finite and > 0 in FP32, got {scale!r}; "
-                "use a scale between 2.9e-39 and 1.4e45"
+                "use a scale between 3e-39 and 1.4e45"
             )
         check_flag("skip_update", self.skip_update)
         object.__setattr__(self, "gradient_scale", scale)
