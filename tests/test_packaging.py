@@ -164,7 +164,6 @@ def test_packages_are_typed(package: str) -> None:
     assert any((pathlib.Path(folder) / "py.typed").is_file() for folder in spec.submodule_search_locations or [])
 
 
-@pytest.mark.slow
 def test_wheel_without_the_operator_is_pure_python(tmp_path: pathlib.Path) -> None:
     subprocess.run(
         [

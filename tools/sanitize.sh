@@ -37,5 +37,5 @@ export PYTHONMALLOC=malloc
 export ASAN_OPTIONS="detect_leaks=0:abort_on_error=1${ASAN_OPTIONS:+:$ASAN_OPTIONS}" # Python never frees all
 export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1${UBSAN_OPTIONS:+:$UBSAN_OPTIONS}"
 export TSAN_OPTIONS="suppressions=$root/tools/tsan.supp:halt_on_error=1${TSAN_OPTIONS:+:$TSAN_OPTIONS}"
-RUDA_SANITIZED=$sanitizers LD_PRELOAD="$preload" exec "$python" -S -m pytest -p no:cacheprovider \
+LD_PRELOAD="$preload" exec "$python" -S -m pytest -p no:cacheprovider \
     -m "not slow and not distributed and not integration" "$@"
