@@ -67,18 +67,18 @@ GRADIENT_DTYPES = tuple(_GRAD_FLAG)
 
 @dataclass
 class TensorMemory:
-    """The memory of one tensor's update. Everything has the parameter's shape and device.
+    """The memory of one tensor's update. Everything has the gradient's shape and device.
 
     ``parameter`` is FP32 (the parameter itself, or its master) and ``None`` for a split master, whose value is ``copy``
-    (BF16) and ``remainder`` (int16) together. Moments are FP32. ``copy`` is the FP16 or BF16 parameter that the kernel
+    (BF16) and ``remainder`` (16 bits) together. Moments are FP32. ``copy`` is the FP16 or BF16 parameter that the kernel
     writes beside the master. An output that is ``None`` means in place. ``first`` says that the moments' memory holds
-    nothing yet. ``step`` is the FP32 host counter that :meth:`LaunchTable.advance_steps` increments.
+    nothing yet. ``step`` is the FP32 host counter that ``advance_steps`` increments. Statistics need the gradient alone.
     """
 
     gradient: Tensor
-    parameter: Tensor | None
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    parameter: Tensor | None = None
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
     max_exp_avg_sq: Tensor | None = None
     copy: Tensor | None = None
     remainder: Tensor | None = None
@@ -225,7 +225,7 @@ class LaunchTable:
         column[Field.MAX_EXP_AVG_SQ_OUT] = output(memory.max_exp_avg_sq_out, memory.max_exp_avg_sq)
         column[Field.COPY] = pointer(memory.copy)
         column[Field.REMAINDER] = pointer(memory.remainder)
-        column[Field.NUMEL] = memory.exp_avg.numel()
+        column[Field.NUMEL] = memory.gradient.numel()
         column[Field.LAYOUT] = -1
         column[Field.STEP] = pointer(memory.step)
 

@@ -19,23 +19,46 @@ namespace ruda {
 #if defined(__CUDA_ARCH__)
 RUDA_HD float sqrt_rn(float x) { return __fsqrt_rn(x); }
 RUDA_HD float div_rn(float a, float b) { return __fdiv_rn(a, b); }
+RUDA_HD double power(double base, double exponent) { return pow(base, exponent); }
+RUDA_HD float infinity() { return __int_as_float(0x7f800000); }
 #else
 RUDA_HD float sqrt_rn(float x) { return __builtin_sqrtf(x); }
 RUDA_HD float div_rn(float a, float b) { return a / b; }
+RUDA_HD double power(double base, double exponent) { return __builtin_pow(base, exponent); }
+RUDA_HD float infinity() { return __builtin_inff(); }
 #endif
 
 // One row of the coefficient table: computed on the host in FP64, once per distinct (parameter group, step), then rounded.
 struct Coefficients {
-  float lr;                // >= 0
-  float lr_weight_decay;   // lr * weight_decay
-  float one_minus_beta1;   // in (0, 1]
-  float one_minus_beta2;   // in (0, 1]
-  float inv_bias1;         // 1 / (1 - beta1^t)
-  float inv_bias2;         // 1 / (1 - beta2^t)
-  float epsilon;           // > 0
-  float gradient_sign;     // +1, or -1 to maximize
+  float lr;               // >= 0
+  float lr_weight_decay;  // lr * weight_decay
+  float one_minus_beta1;  // in (0, 1]
+  float one_minus_beta2;  // in (0, 1]
+  float inv_bias1;        // 1 / (1 - beta1^t)
+  float inv_bias2;        // 1 / (1 - beta2^t)
+  float epsilon;          // > 0
+  float gradient_sign;    // +1, or -1 to maximize
 };
 constexpr int kCoefficients = 8;
+
+// One row of the hyperparameter table of a capturable step, whose coefficients the device computes: one per group.
+struct Hyperparameters {
+  double lr, beta1, beta2, epsilon, weight_decay, gradient_sign;
+  double max_norm;       // of the whole step, read from the first row; negative: no clipping
+  double guard_epsilon;  // of the whole step, read from the first row
+};
+
+// The coefficients of the one-based update number `t`: FP64, rounded once, like AdamWOptions.prepare_step on the host.
+RUDA_HD Coefficients coefficients_of_step(const Hyperparameters& h, double t) {
+  return {static_cast<float>(h.lr),
+          static_cast<float>(h.lr * h.weight_decay),
+          static_cast<float>(1.0 - h.beta1),
+          static_cast<float>(1.0 - h.beta2),
+          static_cast<float>(1.0 / (1.0 - power(h.beta1, t))),
+          static_cast<float>(1.0 / (1.0 - power(h.beta2, t))),
+          static_cast<float>(h.epsilon),
+          static_cast<float>(h.gradient_sign)};
+}
 
 // The two factors every gradient is multiplied by, in this order: folding them into one would hide an overflow.
 struct GradientFactors {
@@ -51,15 +74,20 @@ struct Element {
   float p, m, v, v_max;  // parameter, exp_avg, exp_avg_sq, max_exp_avg_sq (AMSGrad only)
 };
 
+// old + weight * (x - old), from whichever end is nearer: with a weight near 1 the old value, however large, cancels.
+RUDA_HD float lerp(float old, float x, float weight) {
+  const float difference = x - old;
+  return weight < 0.5f ? old + weight * difference : x - (1.0f - weight) * difference;  // 1 - weight is exact here
+}
+
 template <bool AMSGRAD>
 RUDA_HD Element adamw_element(const Coefficients& c, const GradientFactors& f, float stored_gradient, Element e) {
   const float g = stored_gradient * f.inverse_scale * f.signed_clip;
   const float gg = g * g;
-  e.m += c.one_minus_beta1 * (g - e.m);
+  e.m = lerp(e.m, g, c.one_minus_beta1);
   // An overflowed second moment stays infinite instead of turning into inf - inf: the element stops moving, as it does
   // in the literal form beta2 * v + (1 - beta2) * g * g.
-  const float v_next = e.v + c.one_minus_beta2 * (gg - e.v);
-  e.v = e.v == __builtin_inff() ? e.v + gg : v_next;
+  e.v = e.v == __builtin_inff() ? e.v + gg : lerp(e.v, gg, c.one_minus_beta2);
   float v_used = e.v;
   if (AMSGRAD) {
     // Not fmaxf: a NaN on either side must come through.

@@ -1,0 +1,7 @@
+"""The fused AdamW / AMSGrad step as a PyTorch optimizer class."""
+
+from .adamw import AdamW as AdamW
+from .checkpoint import convert_amsgrad as convert_amsgrad
+from .grad_scaler import GradScaler as GradScaler
+
+__all__ = ["AdamW", "GradScaler", "convert_amsgrad"]

@@ -1,0 +1,320 @@
+"""``torch.optim.AdamW`` with an opt-in fused step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ruda_optim.fused_adamw import AdamWOptions, GradientGuardOptions, InvalidOption
+
+from . import checkpoint
+from .fused import FusedStep, Settings, StepReport
+from .members import check_parameter_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from torch.optim.optimizer import ParamsT, StateDict
+
+_NO_STEP = StepReport(skipped=False, grad_norm=math.nan, clip_factor=1.0)
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW / AMSGrad; with ``fused_step=True`` one kernel updates all parameters of all groups.
+
+    Every tool that knows ``torch.optim.AdamW`` knows this class: parameter groups, state, schedulers and checkpoints keep
+    torch's form. With ``fused_step=False`` (the default) it is torch's own optimizer.
+
+    Args:
+        params: parameters or parameter groups. The fused step takes FP32, FP16 and BF16 parameters of any layout; FP16
+            and BF16 parameters get an FP32 master, and the kernel writes the half copy beside it.
+        lr: learning rate, float or one-element tensor, >= 0. Read at every step, like ``betas``. Default 1e-3.
+        betas: decay of the two moments, each in [0, 1). Default (0.9, 0.999).
+        eps: added outside the square root, > 0. Default 1e-8.
+        weight_decay: decoupled, >= 0. Default 1e-2.
+        amsgrad: divide by the running maximum of the uncorrected second moment. Default False.
+        maximize: climb instead of descend. Default False.
+        foreach, fused, differentiable: torch's, for ``fused_step=False`` only.
+        capturable: torch's with ``fused_step=False``.
+        fused_step: use the fused kernels. What they cannot do raises; nothing falls back. Default False.
+        hierarchical_stats: merge gradient statistics in stages with bounded scratch (needs ``fused_step``). Recommended
+            on accelerators. Default False.
+        max_grad_norm: clip all gradients of all groups to this global L2 norm inside the update (needs ``fused_step``);
+            0 removes the gradients' effect, None does not clip. Gradients themselves are never rewritten. Default None.
+        check_finite: with ``fused_step``: one NaN or infinity anywhere skips the whole step. Default True.
+        split_master: keep the masters of BF16 parameters as the parameter plus 16 bits instead of FP32, two bytes per
+            element less (needs ``fused_step``). The parameter is then rounded with ties away from zero. Default False.
+
+    Attributes:
+        last_step_skipped: whether the last step was skipped.
+        last_grad_norm: global L2 norm of the last step's gradients, unscaled, before clipping; infinity if something was
+            not finite, NaN if no statistics were asked for.
+        last_clip_factor: the factor that the last step multiplied its gradients by; 1 without clipping.
+        last_group_norms: the same norm per parameter group.
+        skipped_steps: steps skipped since this object was made.
+
+    Raises:
+        InvalidOption (a ValueError): a hyperparameter out of its range, or a setting that needs ``fused_step=True``.
+        InvalidTensor (a TypeError): a parameter that the fused step does not take, with its group and index.
+
+    Source: Loshchilov & Hutter 2019 (arXiv:1711.05101); Reddi et al. 2018 for AMSGrad; torch.optim.AdamW for the order.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        fused_step: bool = False,
+        hierarchical_stats: bool = False,
+        max_grad_norm: float | None = None,
+        check_finite: bool = True,
+        split_master: bool = False,
+    ) -> None:
+        settings = Settings(hierarchical_stats, max_grad_norm, check_finite, split_master)
+        _check_settings(settings, fused_step=fused_step)
+        if fused_step:
+            for name, value in (("foreach", foreach), ("fused", fused), ("differentiable", differentiable)):
+                if value:
+                    raise InvalidOption(
+                        f"{name}={value!r} chooses one of torch's steps; leave it out with fused_step=True"
+                    )
+            if capturable:
+                raise InvalidOption("capturable=True is not available with fused_step=True yet; leave it out")
+            betas = tuple(float(beta) if type(beta) is int else beta for beta in betas)
+            _check_group(0, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._fused_step = bool(fused_step)
+        self._settings = settings
+        self._reset()
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._announce_scaling()
+
+    def _reset(self) -> None:
+        self._engine = FusedStep(self._settings)
+        self._last = _NO_STEP
+        self._last_group_norms: tuple[float, ...] | None = None
+        self._skipped_steps = 0
+
+    def _announce_scaling(self) -> None:
+        """Tell torch.amp.GradScaler that step() takes grad_scale and found_inf and does not want unscaled gradients."""
+        if self._fused_step:
+            self._step_supports_amp_scaling = True
+
+    # ---- settings ----------------------------------------------------------------------------------------------------
+
+    @property
+    def fused_step(self) -> bool:
+        return self._fused_step
+
+    @property
+    def settings(self) -> Settings:
+        """``hierarchical_stats``, ``max_grad_norm``, ``check_finite`` and ``split_master``."""
+        return self._settings
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """May be assigned between steps."""
+        return self._settings.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        settings = replace(self._settings, max_grad_norm=value)
+        _check_settings(settings, fused_step=self._fused_step)
+        self._settings = settings
+        self._engine = FusedStep(settings)
+
+    # ---- what the last step did --------------------------------------------------------------------------------------
+
+    @property
+    def last_step_skipped(self) -> bool:
+        return self._last.skipped
+
+    @property
+    def last_grad_norm(self) -> float:
+        return self._last.grad_norm
+
+    @property
+    def last_clip_factor(self) -> float:
+        return self._last.clip_factor
+
+    @property
+    def last_group_norms(self) -> tuple[float, ...]:
+        if self._last_group_norms is None:
+            self._last_group_norms = self._last.group_norms()
+        return self._last_group_norms
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._skipped_steps
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as torch's method of the same name does."""
+        if self._fused_step:
+            number = len(self.param_groups)
+            betas = param_group.get("betas")
+            if betas is not None:
+                param_group["betas"] = tuple(float(beta) if type(beta) is int else beta for beta in betas)
+            _check_group(number, {**self.defaults, **param_group})
+            params = param_group["params"]
+            params = [params] if isinstance(params, torch.Tensor) else list(params)
+            param_group["params"] = params
+            for index, entry in enumerate(params):
+                parameter = entry[1] if isinstance(entry, tuple) else entry
+                if isinstance(parameter, torch.Tensor):
+                    check_parameter_dtype(
+                        f"parameter {index} of group {number}", parameter, split_master=self._settings.split_master
+                    )
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: reevaluates the model and returns the loss; called once, with gradients enabled, before anything
+                else.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            FusedAdamWError: with ``fused_step=True``, something does not fit; parameters and state are as before.
+        """
+        if not self._fused_step:
+            return _torch_step(self, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._last_group_norms = None
+            self._last = self._engine.run(
+                self.param_groups, self.state, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            )
+            self._skipped_steps += self._last.skipped
+        return loss
+
+    # ---- saving and loading ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> StateDict:
+        """Torch's state dict; with ``fused_step=True`` also this class's settings under the key ``ruda``."""
+        saved = super().state_dict()
+        if self._fused_step:
+            saved[checkpoint.KEY] = checkpoint.settings_entry(self._settings)
+        return saved
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a checkpoint of this class or of ``torch.optim.AdamW``.
+
+        Everything is checked before anything is replaced, tensors are copied, and the state keeps this optimizer's
+        dtypes (FP32 moments). Hyperparameters, ``max_grad_norm`` and ``check_finite`` come from the checkpoint; which
+        step runs (``fused_step``, ``capturable``, ...) stays what it is.
+
+        Raises:
+            ValueError: groups or shapes that do not fit, with the parameter's name; a checkpoint that disagrees about
+                ``amsgrad`` (see :func:`ruda_torch.convert_amsgrad`).
+        """
+        if not self._fused_step:
+            super().load_state_dict(state_dict)
+            return
+        settings = checkpoint.load(self, super().load_state_dict, state_dict)
+        self._settings = settings
+        self._reset_engine()
+
+    def _reset_engine(self) -> None:
+        self._engine = FusedStep(self._settings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            checkpoint.KEY: {"fused_step": self._fused_step, **asdict(self._settings)},
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        own = state.pop(checkpoint.KEY, None)
+        super().__setstate__(state)
+        if own is not None:  # unpickling or copying; load_state_dict passes groups and state alone
+            own = dict(own)
+            self._fused_step = own.pop("fused_step")
+            self._settings = Settings(**own)
+            self._reset()
+            self._announce_scaling()
+
+
+def _check_settings(settings: Settings, *, fused_step: bool) -> None:
+    for name in ("hierarchical_stats", "check_finite", "split_master"):
+        value = getattr(settings, name)
+        if not isinstance(value, bool):
+            raise InvalidOption(f"{name} must be True or False, got {value!r}")
+    if not isinstance(fused_step, bool):
+        raise InvalidOption(f"fused_step must be True or False, got {fused_step!r}")
+    if settings.max_grad_norm is not None:
+        try:
+            GradientGuardOptions(max_norm=settings.max_grad_norm)
+        except InvalidOption:
+            raise InvalidOption(
+                f"max_grad_norm must be None or a finite number >= 0, got {settings.max_grad_norm!r}"
+            ) from None
+    if not fused_step:
+        for name, on in (
+            ("hierarchical_stats", settings.hierarchical_stats),
+            ("max_grad_norm", settings.max_grad_norm is not None),
+            ("split_master", settings.split_master),
+        ):
+            if on:
+                raise InvalidOption(f"{name} needs fused_step=True; torch's step does not do it")
+
+
+def _check_group(number: int, group: dict[str, Any]) -> None:
+    """The hyperparameters of a group as the fused step will read them."""
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise InvalidOption(f"group {number}: betas must be two numbers in [0, 1), got {betas!r}")
+    values = []
+    for name, value in (("lr", group["lr"]), ("beta", betas[0]), ("beta", betas[1]), ("eps", group["eps"])):
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise InvalidOption(
+                    f"group {number}: {name} must be one number, got a tensor of shape {tuple(value.shape)}"
+                )
+            value = value.item()
+        values.append(value)
+    try:
+        AdamWOptions(*values, group["weight_decay"])
+    except InvalidOption as error:
+        raise InvalidOption(f"group {number}: {error}") from None
+
+
+def _torch_step(optimizer: AdamW, closure: Callable[[], float] | None) -> float | None:
+    """Torch's own step. Its hooks and profiler range already run around ours, so its wrapper, if any, is taken off."""
+    step = torch.optim.AdamW.step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step(optimizer, closure)  # type: ignore[no-any-return]

@@ -1,0 +1,164 @@
+"""Checkpoints: torch's form both ways, checked before anything is replaced, copied, with the state's own dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ruda_optim.fused_adamw import InvalidState, ShapeMismatch
+
+from .members import MASTER, MOMENTS, REMAINDER, step_counter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from torch.optim.optimizer import StateDict
+
+    from .adamw import AdamW
+    from .fused import Settings
+
+KEY = "ruda"
+"""Top-level key of a state dict under which this library's settings travel, as plain numbers."""
+FORMAT = 1
+_SWITCHES = ("foreach", "fused", "differentiable", "capturable")
+_STATE_DTYPES = {**dict.fromkeys(MOMENTS, torch.float32), MASTER: torch.float32, REMAINDER: torch.bfloat16}
+
+
+def settings_entry(settings: Settings) -> dict[str, Any]:
+    """What is saved under :data:`KEY`."""
+    return {"format": FORMAT, **asdict(settings)}
+
+
+def load(optimizer: AdamW, torch_load: Callable[[StateDict], None], state_dict: StateDict) -> Settings:
+    """Load a checkpoint into a fused optimizer and return the settings it leaves behind.
+
+    torch's loader does the groups, the hooks and nothing else: it would cast FP32 moments to the parameter's dtype, so
+    the state is converted here, from a hook that runs after the user's and before anything is replaced.
+    """
+    converted: dict[Tensor, dict[str, Any]] = {}
+    settings = optimizer.settings
+
+    def take_state(_: object, incoming: StateDict) -> StateDict:
+        nonlocal settings
+        settings = _loaded_settings(incoming.get(KEY), settings)
+        groups = [dict(group) for group in incoming["param_groups"]]
+        _check_groups(optimizer, groups)
+        for group, live in zip(groups, optimizer.param_groups, strict=True):
+            group.update({name: live[name] for name in _SWITCHES if name in live})
+        converted.update(_convert_state(optimizer, groups, incoming["state"]))
+        return {**incoming, "param_groups": groups, "state": {}}
+
+    def put_state(_: object) -> None:
+        optimizer.state.update(converted)
+
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(take_state),
+        optimizer.register_load_state_dict_post_hook(put_state, prepend=True),
+    ]
+    try:
+        torch_load(state_dict)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return settings
+
+
+def convert_amsgrad(state_dict: StateDict, *, amsgrad: bool) -> StateDict:
+    """A copy of an optimizer state dict that fits an optimizer with this ``amsgrad``.
+
+    Turning AMSGrad on starts the running maximum at the second moment, as if it had been recorded from this step on;
+    turning it off drops the maximum.
+
+    Args:
+        state_dict: from ``torch.optim.AdamW`` or :class:`ruda_torch.AdamW`; not changed.
+        amsgrad: what the optimizer that will load it was built with.
+    """
+    state = {}
+    for key, entry in state_dict["state"].items():
+        state[key] = dict(entry)
+        if amsgrad and "exp_avg_sq" in entry:
+            state[key].setdefault("max_exp_avg_sq", entry["exp_avg_sq"].clone())
+        elif not amsgrad:
+            state[key].pop("max_exp_avg_sq", None)
+    groups = [{**group, "amsgrad": amsgrad} for group in state_dict["param_groups"]]
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _loaded_settings(entry: Any, live: Settings) -> Settings:
+    if entry is None:
+        return live
+    if entry.get("format") != FORMAT:
+        raise InvalidState(
+            f"the checkpoint's '{KEY}' entry must have format {FORMAT}, got {entry.get('format')!r}; it was written by "
+            "another version of ruda-optim. Drop the entry to load the rest"
+        )
+    return replace(live, max_grad_norm=entry["max_grad_norm"], check_finite=entry["check_finite"])
+
+
+def _check_groups(optimizer: AdamW, groups: list[dict[str, Any]]) -> None:
+    live_groups = optimizer.param_groups
+    sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in live_groups]
+    if sizes[0] != sizes[1]:
+        raise InvalidState(
+            f"the checkpoint must have this optimizer's parameter groups with {sizes[1]} parameters, got {sizes[0]}"
+        )
+    for number, (saved, live) in enumerate(zip(groups, live_groups, strict=True)):
+        if bool(saved.get("amsgrad", False)) != bool(live["amsgrad"]):
+            raise InvalidState(
+                f"group {number} of the checkpoint has amsgrad={bool(saved.get('amsgrad', False))}, this optimizer "
+                f"amsgrad={bool(live['amsgrad'])}; load ruda_torch.convert_amsgrad(state_dict, "
+                f"amsgrad={bool(live['amsgrad'])}), or build the optimizer like the checkpoint"
+            )
+
+
+def _convert_state(
+    optimizer: AdamW, groups: list[dict[str, Any]], saved: dict[Any, dict[str, Any]]
+) -> dict[Tensor, dict[str, Any]]:
+    state: dict[Tensor, dict[str, Any]] = {}
+    for number, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        names = group.get("param_names") or live.get("param_names")
+        for index, (key, parameter) in enumerate(zip(group["params"], live["params"], strict=True)):
+            entry = saved.get(key)
+            if not entry:
+                continue
+            where = f"parameter {index} of group {number}" + (f" ({names[index]})" if names else "")
+            for needed in ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if live["amsgrad"] else ())):
+                if needed not in entry:
+                    raise InvalidState(
+                        f"the checkpoint's state of {where} has no {needed}, only {', '.join(map(str, entry))}; is it an "
+                        "AdamW checkpoint?"
+                    )
+            _check_master(where, entry, split_master=optimizer.settings.split_master)
+            state[parameter] = {
+                name: step_counter(where, value)
+                if name == "step"
+                else _convert(f"{name} of {where}", name, value, parameter)
+                for name, value in entry.items()
+            }
+    return state
+
+
+def _check_master(where: str, entry: dict[str, Any], *, split_master: bool) -> None:
+    for key, split in ((MASTER, False), (REMAINDER, True)):
+        if key in entry and split is not split_master:
+            raise InvalidState(
+                f"the checkpoint's state of {where} holds '{key}', which needs split_master={split}; this optimizer has "
+                f"split_master={split_master}"
+            )
+
+
+def _convert(what: str, name: str, value: Any, parameter: Tensor) -> Any:
+    """A copy of one state tensor on the parameter's device, in the dtype that this optimizer keeps."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if name not in _STATE_DTYPES:
+        return value.detach().clone()
+    if value.shape != parameter.shape:
+        raise ShapeMismatch(
+            f"{what} must have the parameter's shape {tuple(parameter.shape)}, got {tuple(value.shape)}; were the model's "
+            "parameters reordered?"
+        )
+    return value.detach().to(device=parameter.device, dtype=_STATE_DTYPES[name], copy=True)

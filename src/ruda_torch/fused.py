@@ -1,0 +1,224 @@
+"""One fused step: find or build the plan, one statistics pass, one decision, one update launch per device.
+
+Nothing that the optimizer holds changes before every check has passed and the decision is known.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ruda_optim.fused_adamw import (
+    AdamWOptions,
+    GradientGuardOptions,
+    GradientStats,
+    InvalidOption,
+    StepControl,
+)
+from ruda_optim.fused_adamw import storage
+
+
+from .members import collect
+from .plan import PlanCache, StepPlan, split
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ruda_optim.fused_adamw.storage import StatisticsWorkspace
+
+    from .plan import Part
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The optimizer's own settings: what torch's parameter groups do not hold. Plain numbers, so they can be saved."""
+
+    hierarchical_stats: bool = False
+    max_grad_norm: float | None = None
+    check_finite: bool = True
+    split_master: bool = False
+
+
+@dataclass
+class StepReport:
+    """What a step did. Per-group norms are merged from the statistics rows when somebody asks."""
+
+    skipped: bool
+    grad_norm: float
+    clip_factor: float
+    sources: list[tuple[StatisticsWorkspace, dict[int, tuple[int, int]]]] = field(default_factory=list)
+    groups: int = 0
+
+    def group_norms(self) -> tuple[float, ...]:
+        """The L2 norm of each group's gradients, after unscaling, before clipping; 0 for a group without gradients."""
+        if not self.sources:
+            return (math.nan,) * self.groups
+        norms = []
+        for group in range(self.groups):
+            reports = [workspace.report_of(*ranges[group]) for workspace, ranges in self.sources if group in ranges]
+            norms.append(combined(reports).total_norm)
+        self.sources = []
+        return tuple(norms)
+
+
+def combined(reports: list[list[float]]) -> GradientStats:
+    """Reports of several devices as one, in FP64."""
+    squares = 0.0
+    largest = max((scale for _, scale, _ in reports), default=0.0)
+    for _, scale, sumsq in reports:
+        squares += sumsq * (scale / largest) ** 2 if largest > 0.0 else 0.0
+    bad = max((bad for bad, _, _ in reports), default=0.0)
+    return GradientStats.from_report(bad, largest, squares, elements=0, tensors=len(reports), gradient_scale=1.0)
+
+
+class FusedStep:
+    """Runs the fused step of one optimizer. Holds caches only: an optimizer may drop it at any time and make a new one."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._cache = PlanCache(hierarchical=settings.hierarchical_stats)
+        self._guard = GradientGuardOptions(max_norm=settings.max_grad_norm, epsilon=CLIP_EPSILON)
+        self._options: dict[int, tuple[Any, AdamWOptions]] = {}
+
+    def forget_plans(self) -> None:
+        self._cache.forget()
+
+    def run(
+        self,
+        groups: list[dict[str, Any]],
+        state: dict[Tensor, dict[str, Any]],
+        grad_scale: Tensor | float | None,
+        found_inf: Tensor | float | None,
+    ) -> StepReport:
+        """One step over all groups.
+
+        Args:
+            groups: torch's parameter groups; hyperparameters are read now.
+            state: the optimizer's state; new entries appear after the update was launched.
+            grad_scale: what the gradients were multiplied by; None means they are unscaled already.
+            found_inf: above 0 means that somebody saw a non-finite gradient; the step is skipped.
+        """
+        control = StepControl(gradient_scale=1.0 if grad_scale is None else float(grad_scale))
+        options = [self._group_options(number, group) for number, group in enumerate(groups)]
+        if found_inf is not None and float(found_inf) > 0.0:
+            return StepReport(skipped=True, grad_norm=math.inf, clip_factor=1.0, groups=len(groups))
+
+        everything = [parameter for group in groups for parameter in group["params"]]
+        all_gradients = [parameter.grad for parameter in everything]
+        active = [gradient is not None for gradient in all_gradients]
+        if all(active):
+            parameters, gradients = everything, all_gradients
+        else:
+            parameters = [p for p, used in zip(everything, active, strict=True) if used]
+            gradients = [gradient for gradient in all_gradients if gradient is not None]
+        key = (bytes(active), *((len(group["params"]), group["amsgrad"]) for group in groups))
+
+        plan = self._cache.find(key, parameters, state)
+        bound = None if plan is None else self._bind(plan, gradients)
+        if plan is None or bound is None:
+            return self._first_run(key, groups, state, options, control)
+        report = self._analyze(plan.parts, len(groups), control)
+        if not report.skipped:
+            self._update(plan, state, options, control, report.clip_factor)
+        return report
+
+    def _first_run(
+        self,
+        key: Any,
+        groups: list[dict[str, Any]],
+        state: dict[Tensor, dict[str, Any]],
+        options: list[AdamWOptions],
+        control: StepControl,
+    ) -> StepReport:
+        """A step whose tensors are new: check them, decide, and only then allocate what their state lacks."""
+        members, gradients = collect(groups, state, split_master=self._settings.split_master)
+        parts = split(members, [storage.TensorMemory(gradient) for gradient in gradients])
+        for part in parts:
+            storage.select(part.table.device)  # raises where the device's kernels cannot run
+        report = self._analyze(parts, len(groups), control)
+        if report.skipped:
+            return report
+        for member in members:
+            member.allocate(split_master=self._settings.split_master)
+        plan = StepPlan(members, gradients)
+        self._update(plan, state, options, control, report.clip_factor)
+        for member in members:
+            if member.created:
+                state.setdefault(member.parameter, {}).update(member.created)
+        plan.remember(state)
+        self._cache.keep(key, plan)
+        return report
+
+    def _bind(self, plan: StepPlan, gradients: list[Tensor]) -> StepPlan | None:
+        for part in plan.parts:
+            own = gradients if len(part.positions) == len(gradients) else [gradients[i] for i in part.positions]
+            if not part.bind(own):
+                return None
+        return plan
+
+    def _analyze(self, parts: list[Part], groups: int, control: StepControl) -> StepReport:
+        """The statistics pass over all parts, one read per device, and the decision for the whole step."""
+        settings = self._settings
+        if not settings.check_finite and settings.max_grad_norm is None:
+            return StepReport(skipped=False, grad_norm=math.nan, clip_factor=1.0, groups=groups)
+        sources = []
+        for part in parts:
+            workspace = self._cache.workspace(part.table.device)
+            workspace.run(part.table, control.inverse_scale)
+            chunk = storage.select(part.table.device).statistics_chunk
+            sources.append((workspace, part.group_rows(chunk)))
+        stats = combined([workspace.report.tolist() for workspace, _ in sources])
+        decision = stats.decision(self._guard)
+        if decision.skip_update and not settings.check_finite:
+            # The check is off: NaN and infinity go where IEEE arithmetic sends them, with max_norm / infinity = 0.
+            return StepReport(False, math.inf, 0.0, sources, groups)
+        return StepReport(decision.skip_update, stats.total_norm, decision.clip_factor, sources, groups)
+
+    def _update(
+        self,
+        plan: StepPlan,
+        state: dict[Tensor, dict[str, Any]],
+        options: list[AdamWOptions],
+        control: StepControl,
+        clip_factor: float,
+    ) -> None:
+        launches = []
+        for part in plan.parts:
+            count = storage.assign_coefficients(part.table, part.groups, part.pairs)
+            steps = [
+                options[group].prepare_step(completed, control) for group, completed in part.pairs[:count].tolist()
+            ]
+            launches.append((part.table, storage.coefficient_table(steps)))
+        for table, coefficients in launches:
+            storage.adamw_scaled(table, coefficients, control.inverse_scale, clip_factor)
+            storage.advance_steps(table)
+        for member in plan.empty:
+            step = member.local("step")
+            if step is not None:
+                step += 1.0
+        torch.autograd.graph.increment_version(plan.parameters)
+
+    def _group_options(self, number: int, group: dict[str, Any]) -> AdamWOptions:
+        """A group's hyperparameters, checked; the same object while their values stay the same."""
+        betas = group["betas"]
+        if len(betas) != 2:
+            raise InvalidOption(f"group {number}: betas must be two numbers in [0, 1), got {betas!r}")
+        values = (group["lr"], *betas, group["eps"], group["weight_decay"])
+        if any(isinstance(value, torch.Tensor) for value in values):
+            values = tuple(value.item() if isinstance(value, torch.Tensor) else value for value in values)
+        key = (values, group["amsgrad"], group["maximize"])
+        known = self._options.get(number)
+        if known is not None and known[0] == key:
+            return known[1]
+        try:
+            options = AdamWOptions(*values, amsgrad=group["amsgrad"], maximize=group["maximize"])
+        except InvalidOption as error:
+            raise InvalidOption(f"group {number}: {error}") from None
+        self._options[number] = (key, options)
+        return options

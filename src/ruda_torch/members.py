@@ -1,0 +1,243 @@
+"""Which tensors take part in a step, with every check that a step needs before it changes anything.
+
+A member is one parameter that has a gradient. Collecting members is the slow path: it runs on the first step and when
+the tensors of a step differ from those of the last one (:mod:`ruda_torch.plan` notices).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ruda_optim.fused_adamw import DifferentDevice, InvalidState, InvalidTensor, ShapeMismatch
+from ruda_optim.fused_adamw.storage import GRADIENT_DTYPES, TensorMemory, overlaps
+
+from . import sharding
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+PARAMETER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MASTER = "master"
+"""State key of the FP32 master of an FP16 or BF16 parameter."""
+REMAINDER = "master_remainder"
+"""State key of a split master's low 16 bits, stored as the bits of a BF16 tensor (a type every backend can move)."""
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+@dataclass
+class Member:
+    """One parameter with a gradient. ``state`` is what the optimizer holds, or an empty dict before the first update."""
+
+    where: str
+    parameter: Tensor
+    group: int
+    amsgrad: bool
+    state: dict[str, Any]
+    created: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return MOMENTS if self.amsgrad else MOMENTS[:2]
+
+    def local(self, key: str) -> Tensor | None:
+        """This rank's part of a state tensor, or None."""
+        tensor = self.created.get(key, self.state.get(key))
+        return None if tensor is None else sharding.local(tensor)
+
+    def allocate(self, *, split_master: bool) -> None:
+        """Allocate what the state lacks, into ``created``: nothing the optimizer holds changes yet."""
+        parameter, new = self.parameter, self.created
+        if not self.state:
+            new["step"] = torch.zeros((), dtype=torch.float32)
+            empty = sharding.local(parameter).numel() == 0
+            # The first update writes every moment without reading it; only an empty tensor never gets one.
+            allocate = torch.zeros_like if empty else torch.empty_like
+            for key in self.moments:
+                new[key] = allocate(parameter, dtype=torch.float32, requires_grad=False)
+        if parameter.dtype is torch.float32:
+            return
+        if split_master:
+            if REMAINDER not in self.state:
+                new[REMAINDER] = torch.zeros_like(parameter, requires_grad=False)
+        elif MASTER not in self.state:
+            new[MASTER] = parameter.detach().to(torch.float32)
+
+    def memory(self, gradient: Tensor) -> TensorMemory:
+        """The launch description of this member; everything it needs has been checked and allocated."""
+        parameter = sharding.local(self.parameter.detach())
+        half = parameter.dtype is not torch.float32
+        split = half and self.local(REMAINDER) is not None
+        return TensorMemory(
+            gradient=gradient,
+            parameter=None if split else self.local(MASTER) if half else parameter,
+            exp_avg=self.local("exp_avg"),
+            exp_avg_sq=self.local("exp_avg_sq"),
+            max_exp_avg_sq=self.local("max_exp_avg_sq") if self.amsgrad else None,
+            copy=parameter if half else None,
+            remainder=self.local(REMAINDER) if split else None,
+            step=self.created.get("step", self.state.get("step")),
+            first="exp_avg" in self.created,
+        )
+
+
+def collect(
+    groups: Sequence[dict[str, Any]], state: dict[Tensor, dict[str, Any]], *, split_master: bool
+) -> tuple[list[Member], list[Tensor]]:
+    """The members of this step and their gradients (this rank's part), all of them checked.
+
+    Raises:
+        InvalidTensor, ShapeMismatch, DifferentDevice, InvalidState: what is wrong, with the parameter's group and index.
+    """
+    members: list[Member] = []
+    gradients: list[Tensor] = []
+    seen: set[int] = set()
+    for number, group in enumerate(groups):
+        names = group.get("param_names")
+        for index, parameter in enumerate(group["params"]):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            where = f"parameter {index} of group {number}"
+            if names is not None:
+                where += f" ({names[index]})"
+            if id(parameter) in seen:
+                raise InvalidTensor(f"{where} appears twice; an optimizer updates each parameter once per step")
+            seen.add(id(parameter))
+            member = Member(where, parameter, number, bool(group["amsgrad"]), state.get(parameter, {}))
+            gradients.append(check_gradient(where, parameter, gradient))
+            _check_parameter(where, parameter)
+            _check_state(member, split_master=split_master)
+            members.append(member)
+    return members, gradients
+
+
+def _check_parameter(where: str, parameter: Tensor) -> None:
+    check_parameter_dtype(where, parameter)
+    local = sharding.local(parameter.detach())
+    if local.layout is not torch.strided or local.is_neg():
+        raise InvalidTensor(f"{where} must be a dense tensor, got layout {local.layout}")
+    if overlaps(local):
+        raise InvalidTensor(
+            f"{where} must not share memory between its elements; got shape {tuple(local.shape)} with strides "
+            f"{local.stride()} (an expanded tensor?). Use a parameter with memory of its own: "
+            "torch.nn.Parameter(tensor.clone())"
+        )
+
+
+def check_parameter_dtype(where: str, parameter: Tensor, *, split_master: bool = False) -> None:
+    """Raise :class:`InvalidTensor` unless the fused step takes the parameter's dtype."""
+    if parameter.dtype not in PARAMETER_DTYPES:
+        raise InvalidTensor(
+            f"{where} must be float32, float16 or bfloat16 for the fused step, got {parameter.dtype}; convert it, or use "
+            "fused_step=False"
+        )
+    if split_master and parameter.dtype is torch.float16:
+        raise InvalidTensor(f"{where} is float16; split_master=True serves bfloat16 (and leaves float32 as it is)")
+
+
+def check_gradient(where: str, parameter: Tensor, gradient: Tensor) -> Tensor:
+    """This rank's part of a gradient that fits its parameter."""
+    gradient = sharding.local_gradient(where, parameter, gradient)
+    local = sharding.local(parameter)
+    if gradient.layout is not torch.strided:
+        raise InvalidTensor(
+            f"the gradient of {where} must be dense, got layout {gradient.layout}; build the layer with sparse=False, call "
+            ".to_dense(), or use torch.optim.SparseAdam"
+        )
+    if gradient.dtype not in GRADIENT_DTYPES:
+        raise InvalidTensor(f"the gradient of {where} must be float32, float16 or bfloat16, got {gradient.dtype}")
+    if gradient.shape != local.shape:
+        raise ShapeMismatch(
+            f"the gradient of {where} must have the parameter's shape {tuple(local.shape)}, got {tuple(gradient.shape)}"
+        )
+    if gradient.device != local.device:
+        raise DifferentDevice(
+            f"the gradient of {where} must be on the parameter's device {local.device}, got {gradient.device}; move the "
+            "model before the backward pass, or move the gradient"
+        )
+    if gradient.is_neg():
+        raise InvalidTensor(f"the gradient of {where} is a lazily negated view; assign p.grad.resolve_neg()")
+    return gradient
+
+
+def _check_state(member: Member, *, split_master: bool) -> None:
+    state, where = member.state, member.where
+    if not state:
+        return
+    if "step" not in state or "exp_avg" not in state or "exp_avg_sq" not in state:
+        raise InvalidState(
+            f"the state of {where} must have step, exp_avg and exp_avg_sq, got {', '.join(map(str, state)) or 'nothing'}; "
+            "load a checkpoint with load_state_dict"
+        )
+    if member.amsgrad and "max_exp_avg_sq" not in state:
+        raise InvalidState(
+            f"the state of {where} has no max_exp_avg_sq, which amsgrad=True needs; convert the checkpoint with "
+            "ruda_torch.convert_amsgrad(state_dict, amsgrad=True), or set amsgrad=False"
+        )
+    if split_master and MASTER in state:
+        raise InvalidState(
+            f"the state of {where} holds an FP32 master, but split_master=True; use split_master=False for this checkpoint"
+        )
+    if not split_master and REMAINDER in state:
+        raise InvalidState(f"the state of {where} holds a split master; use split_master=True for this checkpoint")
+    parameter = member.parameter
+    local = sharding.local(parameter.detach())
+    wanted = [(key, torch.float32) for key in member.moments]
+    if parameter.dtype is not torch.float32:
+        wanted += [(MASTER, torch.float32), (REMAINDER, torch.bfloat16)]
+    for key, dtype in wanted:
+        tensor = state.get(key)
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype:
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise InvalidState(
+                f"{key} of {where} must be {str(dtype).removeprefix('torch.')}, got {kind}; load checkpoints with "
+                "load_state_dict, which keeps this optimizer's state dtypes"
+            )
+        if tensor.shape != parameter.shape:
+            raise ShapeMismatch(
+                f"{key} of {where} must have the parameter's shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}"
+            )
+        part = sharding.local(tensor)
+        if part.shape != local.shape:
+            raise ShapeMismatch(
+                f"{key} of {where} is sharded as {tuple(part.shape)}, the parameter as {tuple(local.shape)}"
+            )
+        if part.device != local.device:
+            raise DifferentDevice(
+                f"{key} of {where} must be on the parameter's device {local.device}, got {part.device}"
+            )
+        if overlaps(part):
+            raise InvalidState(
+                f"{key} of {where} must not share memory between its elements, got strides {part.stride()}"
+            )
+    step = state["step"]
+    if not (
+        isinstance(step, torch.Tensor) and step.dtype is torch.float32 and step.device.type == "cpu" and step.dim() == 0
+    ):
+        state["step"] = step_counter(where, step)
+
+
+def step_counter(where: str, step: object) -> Tensor:
+    """A step count in the form this optimizer keeps: a 0-d FP32 tensor on the host.
+
+    Args:
+        step: int, float, or a tensor with one element, of any dtype and on any device.
+    """
+    if isinstance(step, torch.Tensor):
+        if step.numel() != 1:
+            raise InvalidState(f"the step of {where} must be one number, got a tensor of shape {tuple(step.shape)}")
+        value = float(step.item())
+    elif isinstance(step, (int, float)) and not isinstance(step, bool):
+        value = float(step)
+    else:
+        raise InvalidState(f"the step of {where} must be a number or a tensor with one element, got {step!r:.60}")
+    if not (value >= 0 and value == int(value)):
+        raise InvalidState(f"the step of {where} must be a whole number >= 0, got {value}")
+    return torch.tensor(value, dtype=torch.float32)

@@ -1,0 +1,159 @@
+"""The launch tables of a step, kept from one step to the next while they still describe the same tensors.
+
+Building a table reads the layout of every tensor in Python; a step that finds a valid plan only compares identities and
+addresses, and lets the C++ operator fill in the gradients.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ruda_optim.fused_adamw.storage import Field, LaunchTable, StatisticsWorkspace, TensorMemory, bind_gradients
+
+from . import sharding
+from .members import check_gradient
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from .members import Member
+
+_KEPT_PLANS = 4
+"""Plans kept at a time: a training loop that alternates between sets of active parameters (GANs, experts) needs a few."""
+
+
+def same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """True if both hold the very same objects. ``==`` would compare tensors by value."""
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
+class Part:
+    """The tensors of one device: one launch.
+
+    Attributes:
+        members: the non-empty members of this device, one per table column.
+        positions: where their gradients stand in the plan's list.
+        groups: int64 ``(n,)``, the parameter group of each column.
+        pairs: int64 ``(n, 2)``, scratch for ``assign_coefficients``.
+    """
+
+    def __init__(self, members: list[Member], positions: list[int], memories: list[TensorMemory]) -> None:
+        self.members = members
+        self.positions = positions
+        self.table = LaunchTable(memories, memories[0].gradient.device)
+        self.parameters = [sharding.local(member.parameter.detach()) for member in members]
+        self.groups = torch.tensor([member.group for member in members], dtype=torch.int64)
+        self.pairs = torch.empty((len(members), 2), dtype=torch.int64)
+
+    def bind(self, gradients: list[Tensor]) -> bool:
+        """Take over this step's gradients; False if a parameter's memory moved, so that the plan is out of date."""
+        table = self.table
+        column = bind_gradients(table, self.parameters, gradients)
+        while column >= 0:
+            written = int(table.fields[Field.COPY, column]) or int(table.fields[Field.PARAM_OUT, column])
+            member = self.members[column]
+            if sharding.local(member.parameter.detach()).data_ptr() != written:
+                return False
+            table.set_gradient(column, check_gradient(member.where, member.parameter, gradients[column]))
+            column = bind_gradients(table, self.parameters, gradients, column + 1)
+        return True
+
+    def group_rows(self, chunk: int) -> dict[int, tuple[int, int]]:
+        """The statistics rows ``[first, last)`` of each parameter group; a group's members are neighbours."""
+        rows = (self.table.fields[Field.NUMEL] + (chunk - 1)) // chunk
+        ends = rows.cumsum(0).tolist()
+        ranges: dict[int, tuple[int, int]] = {}
+        for member, count, end in zip(self.members, rows.tolist(), ends, strict=True):
+            first, _ = ranges.get(member.group, (end - count, end))
+            ranges[member.group] = (first, end)
+        return ranges
+
+
+class StepPlan:
+    """Everything one set of members needs, and the memory of what it was built from.
+
+    Args:
+        members: checked, with their state allocated.
+        gradients: one per member.
+    """
+
+    def __init__(self, members: list[Member], gradients: list[Tensor]) -> None:
+        self.members = members
+        self.parameters = [member.parameter for member in members]
+        self.parts = split(
+            members, [member.memory(gradient) for member, gradient in zip(members, gradients, strict=True)]
+        )
+        filled = {id(member) for part in self.parts for member in part.members}
+        self.empty = [member for member in members if id(member) not in filled]
+        self._states: list[dict[str, Any]] = []
+        self._values: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._addresses: list[int] = []
+
+    def remember(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        """Note the optimizer state that the tables point into; call it once the state holds what was allocated."""
+        self._states = [state[parameter] for parameter in self.parameters]
+        self._values = list(chain.from_iterable(map(dict.values, self._states)))
+        self._tensors = [sharding.local(value) for value in self._values if isinstance(value, torch.Tensor)]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._all_states = list(state.values())
+
+    def still_describes(self, parameters: list[Tensor], state: dict[Tensor, dict[str, Any]]) -> bool:
+        """True if parameters and state are the very tensors, at the very addresses, that the tables were built from."""
+        return (
+            same(parameters, self.parameters)
+            and same(list(state.values()), self._all_states)
+            and same(list(chain.from_iterable(map(dict.values, self._states))), self._values)
+            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+        )
+
+
+def split(members: list[Member], memories: list[TensorMemory]) -> list[Part]:
+    """One part per device, without the empty tensors."""
+    devices: dict[torch.device, list[int]] = {}
+    for position, memory in enumerate(memories):
+        if memory.gradient.numel() > 0:
+            devices.setdefault(memory.gradient.device, []).append(position)
+    return [
+        Part([members[i] for i in positions], positions, [memories[i] for i in positions])
+        for positions in devices.values()
+    ]
+
+
+class PlanCache:
+    """The last few plans, by which parameters were active, and the statistics scratch of each device."""
+
+    def __init__(self, *, hierarchical: bool) -> None:
+        self._plans: OrderedDict[Any, StepPlan] = OrderedDict()
+        self._workspaces: dict[torch.device, StatisticsWorkspace] = {}
+        self._hierarchical = hierarchical
+
+    def find(self, key: Any, parameters: list[Tensor], state: dict[Tensor, dict[str, Any]]) -> StepPlan | None:
+        """The plan for ``key`` if it still describes these parameters and this state."""
+        plan = self._plans.get(key)
+        if plan is None or not plan.still_describes(parameters, state):
+            return None
+        self._plans.move_to_end(key)
+        return plan
+
+    def keep(self, key: Any, plan: StepPlan) -> None:
+        self._plans[key] = plan
+        self._plans.move_to_end(key)
+        while len(self._plans) > _KEPT_PLANS:
+            self._plans.popitem(last=False)
+
+    def forget(self) -> None:
+        """Drop every plan, for example because the state was replaced."""
+        self._plans.clear()
+
+    def workspace(self, device: torch.device) -> StatisticsWorkspace:
+        if device not in self._workspaces:
+            self._workspaces[device] = StatisticsWorkspace(device, hierarchical=self._hierarchical)
+        return self._workspaces[device]
