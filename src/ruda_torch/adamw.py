@@ -26,8 +26,8 @@ _NO_STEP = StepReport(skipped=False, grad_norm=math.nan, clip_factor=1.0)
 class AdamW(torch.optim.AdamW):
     """AdamW / AMSGrad; with ``fused_step=True`` one kernel updates all parameters of all groups.
 
-    Every tool that knows ``torch.optim.AdamW`` knows this class: parameter groups, state, schedulers and checkpoints keep
-    torch's form. With ``fused_step=False`` (the default) it is torch's own optimizer.
+    Every tool that knows ``torch.optim.AdamW`` knows this class: parameter groups, state, schedulers and checkpoints
+    keep torch's form. With ``fused_step=False`` (the default) it is torch's own optimizer.
 
     Args:
         params: parameters or parameter groups. The fused step takes FP32, FP16 and BF16 parameters of any layout; FP16
@@ -51,8 +51,8 @@ class AdamW(torch.optim.AdamW):
 
     Attributes:
         last_step_skipped: whether the last step was skipped.
-        last_grad_norm: global L2 norm of the last step's gradients, unscaled, before clipping; infinity if something was
-            not finite, NaN if no statistics were asked for.
+        last_grad_norm: global L2 norm of the last step's gradients, unscaled, before clipping; infinity if something
+            was not finite, NaN if no statistics were asked for.
         last_clip_factor: the factor that the last step multiplied its gradients by; 1 without clipping.
         last_group_norms: the same norm per parameter group.
         skipped_steps: steps skipped since this object was made.
@@ -94,11 +94,11 @@ class AdamW(torch.optim.AdamW):
                     )
             if capturable:
                 raise InvalidOption("capturable=True is not available with fused_step=True yet; leave it out")
-            betas = tuple(float(beta) if type(beta) is int else beta for beta in betas)
+            betas = _float_betas(betas)
             _check_group(0, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._fused_step = bool(fused_step)
         self._settings = settings
-        self._reset()
+        self._start()
         super().__init__(
             params,
             lr,
@@ -114,7 +114,7 @@ class AdamW(torch.optim.AdamW):
         )
         self._announce_scaling()
 
-    def _reset(self) -> None:
+    def _start(self) -> None:
         self._engine = FusedStep(self._settings)
         self._last = _NO_STEP
         self._last_group_norms: tuple[float, ...] | None = None
@@ -180,7 +180,7 @@ class AdamW(torch.optim.AdamW):
             number = len(self.param_groups)
             betas = param_group.get("betas")
             if betas is not None:
-                param_group["betas"] = tuple(float(beta) if type(beta) is int else beta for beta in betas)
+                param_group["betas"] = _float_betas(betas)
             _check_group(number, {**self.defaults, **param_group})
             params = param_group["params"]
             params = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -245,10 +245,7 @@ class AdamW(torch.optim.AdamW):
             return
         settings = checkpoint.load(self, super().load_state_dict, state_dict)
         self._settings = settings
-        self._reset_engine()
-
-    def _reset_engine(self) -> None:
-        self._engine = FusedStep(self._settings)
+        self._engine = FusedStep(settings)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -264,7 +261,7 @@ class AdamW(torch.optim.AdamW):
             own = dict(own)
             self._fused_step = own.pop("fused_step")
             self._settings = Settings(**own)
-            self._reset()
+            self._start()
             self._announce_scaling()
 
 
@@ -292,12 +289,19 @@ def _check_settings(settings: Settings, *, fused_step: bool) -> None:
                 raise InvalidOption(f"{name} needs fused_step=True; torch's step does not do it")
 
 
+def _float_betas(betas: Any) -> Any:
+    """As torch wants them: it refuses an int beta, such as 0; the fused step takes it as the number it is."""
+    if not isinstance(betas, (tuple, list)):
+        return betas
+    return tuple(float(beta) if type(beta) is int else beta for beta in betas)
+
+
 def _check_group(number: int, group: dict[str, Any]) -> None:
     """The hyperparameters of a group as the fused step will read them."""
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise InvalidOption(f"group {number}: betas must be two numbers in [0, 1), got {betas!r}")
-    values = []
+    values: list[Any] = []
     for name, value in (("lr", group["lr"]), ("beta", betas[0]), ("beta", betas[1]), ("eps", group["eps"])):
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
@@ -306,8 +310,9 @@ def _check_group(number: int, group: dict[str, Any]) -> None:
                 )
             value = value.item()
         values.append(value)
+    lr, beta1, beta2, epsilon = values
     try:
-        AdamWOptions(*values, group["weight_decay"])
+        AdamWOptions(lr, beta1, beta2, epsilon, group["weight_decay"])
     except InvalidOption as error:
         raise InvalidOption(f"group {number}: {error}") from None
 

@@ -17,9 +17,8 @@ from ruda_optim.fused_adamw import (
     GradientStats,
     InvalidOption,
     StepControl,
+    storage,
 )
-from ruda_optim.fused_adamw import storage
-
 
 from .members import collect
 from .plan import PlanCache, StepPlan, split
@@ -78,7 +77,7 @@ def combined(reports: list[list[float]]) -> GradientStats:
 
 
 class FusedStep:
-    """Runs the fused step of one optimizer. Holds caches only: an optimizer may drop it at any time and make a new one."""
+    """Runs the fused step of one optimizer. Holds caches only, so an optimizer may drop it and make a new one."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -217,7 +216,8 @@ class FusedStep:
         if known is not None and known[0] == key:
             return known[1]
         try:
-            options = AdamWOptions(*values, amsgrad=group["amsgrad"], maximize=group["maximize"])
+            lr, beta1, beta2, epsilon, decay = values
+            options = AdamWOptions(lr, beta1, beta2, epsilon, decay, group["amsgrad"], group["maximize"])
         except InvalidOption as error:
             raise InvalidOption(f"group {number}: {error}") from None
         self._options[number] = (key, options)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ruda_optim.fused_adamw import InvalidOption
-
-from .adamw import AdamW
 
 MIN_SCALE = 2.0**-24
 MAX_SCALE = 2.0**24

@@ -31,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 @dataclass
 class Member:
-    """One parameter with a gradient. ``state`` is what the optimizer holds, or an empty dict before the first update."""
+    """One parameter with a gradient. ``state`` is what the optimizer holds, empty before the first update."""
 
     where: str
     parameter: Tensor
@@ -91,7 +91,7 @@ def collect(
     """The members of this step and their gradients (this rank's part), all of them checked.
 
     Raises:
-        InvalidTensor, ShapeMismatch, DifferentDevice, InvalidState: what is wrong, with the parameter's group and index.
+        InvalidTensor, ShapeMismatch, DifferentDevice, InvalidState: what is wrong, with group and index.
     """
     members: list[Member] = []
     gradients: list[Tensor] = []
@@ -133,8 +133,8 @@ def check_parameter_dtype(where: str, parameter: Tensor, *, split_master: bool =
     """Raise :class:`InvalidTensor` unless the fused step takes the parameter's dtype."""
     if parameter.dtype not in PARAMETER_DTYPES:
         raise InvalidTensor(
-            f"{where} must be float32, float16 or bfloat16 for the fused step, got {parameter.dtype}; convert it, or use "
-            "fused_step=False"
+            f"{where} must be float32, float16 or bfloat16 for the fused step, got {parameter.dtype}; convert it, or "
+            "use fused_step=False"
         )
     if split_master and parameter.dtype is torch.float16:
         raise InvalidTensor(f"{where} is float16; split_master=True serves bfloat16 (and leaves float32 as it is)")
@@ -146,8 +146,8 @@ def check_gradient(where: str, parameter: Tensor, gradient: Tensor) -> Tensor:
     local = sharding.local(parameter)
     if gradient.layout is not torch.strided:
         raise InvalidTensor(
-            f"the gradient of {where} must be dense, got layout {gradient.layout}; build the layer with sparse=False, call "
-            ".to_dense(), or use torch.optim.SparseAdam"
+            f"the gradient of {where} must be dense, got layout {gradient.layout}; build the layer with sparse=False, "
+            "call .to_dense(), or use torch.optim.SparseAdam"
         )
     if gradient.dtype not in GRADIENT_DTYPES:
         raise InvalidTensor(f"the gradient of {where} must be float32, float16 or bfloat16, got {gradient.dtype}")
@@ -157,8 +157,8 @@ def check_gradient(where: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         )
     if gradient.device != local.device:
         raise DifferentDevice(
-            f"the gradient of {where} must be on the parameter's device {local.device}, got {gradient.device}; move the "
-            "model before the backward pass, or move the gradient"
+            f"the gradient of {where} must be on the parameter's device {local.device}, got {gradient.device}; move "
+            "the model before the backward pass, or move the gradient"
         )
     if gradient.is_neg():
         raise InvalidTensor(f"the gradient of {where} is a lazily negated view; assign p.grad.resolve_neg()")
@@ -171,7 +171,7 @@ def _check_state(member: Member, *, split_master: bool) -> None:
         return
     if "step" not in state or "exp_avg" not in state or "exp_avg_sq" not in state:
         raise InvalidState(
-            f"the state of {where} must have step, exp_avg and exp_avg_sq, got {', '.join(map(str, state)) or 'nothing'}; "
+            f"the state of {where} must have step, exp_avg and exp_avg_sq, got {', '.join(map(str, state))}; "
             "load a checkpoint with load_state_dict"
         )
     if member.amsgrad and "max_exp_avg_sq" not in state:
@@ -181,7 +181,8 @@ def _check_state(member: Member, *, split_master: bool) -> None:
         )
     if split_master and MASTER in state:
         raise InvalidState(
-            f"the state of {where} holds an FP32 master, but split_master=True; use split_master=False for this checkpoint"
+            f"the state of {where} holds an FP32 master, but split_master=True; use split_master=False for this "
+            "checkpoint"
         )
     if not split_master and REMAINDER in state:
         raise InvalidState(f"the state of {where} holds a split master; use split_master=True for this checkpoint")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .members import Member
 
 _KEPT_PLANS = 4
-"""Plans kept at a time: a training loop that alternates between sets of active parameters (GANs, experts) needs a few."""
+"""A training loop that alternates between sets of active parameters (GANs, experts) needs a few plans."""
 
 
 def same(left: Sequence[Any], right: Sequence[Any]) -> bool:

@@ -102,7 +102,7 @@ def gradient_stats(gradients: Sequence[Tensor], gradient_scale: float = 1.0) -> 
         InvalidOption: a ``gradient_scale`` out of range.
     """
     control = StepControl(gradient_scale=gradient_scale)
-    if isinstance(gradients, torch.Tensor) or not hasattr(gradients, "__iter__"):
+    if not _is_sequence(gradients):
         raise InvalidTensor(
             f"gradients must be a sequence of tensors, got {type(gradients).__name__}; pass [tensor] for a single one"
         )
@@ -146,14 +146,14 @@ def guarded_adamw_step(
     _check_settings(options, control)
     if not isinstance(guard, GradientGuardOptions):
         raise InvalidOption(f"guard must be GradientGuardOptions, got {type(guard).__name__}")
-    if isinstance(entries, torch.Tensor) or not hasattr(entries, "__iter__"):
+    if not _is_sequence(entries):
         raise InvalidTensor(
             f"entries must be a sequence of (parameters, gradients, state), got {type(entries).__name__}"
         )
     entries = list(entries)
     coefficients = []
     for index, entry in enumerate(entries):
-        if not isinstance(entry, tuple) or len(entry) != 3:
+        if not _is_entry(entry):
             raise InvalidTensor(f"entries[{index}] must be a tuple (parameters, gradients, state), got {entry!r:.80}")
         coefficients.append(_check_entry(f"entries[{index}].", *entry, options, control))
         if entry[0].device != entries[0][0].device:
@@ -175,6 +175,14 @@ def guarded_adamw_step(
     for index, update in zip(filled, launched, strict=True):
         updates[index] = update
     return GuardedUpdate(tuple(updates), stats, decision)
+
+
+def _is_sequence(value: object) -> bool:
+    return hasattr(value, "__iter__") and not isinstance(value, torch.Tensor)
+
+
+def _is_entry(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 3
 
 
 def _check_settings(options: AdamWOptions, control: StepControl) -> None:
@@ -233,8 +241,8 @@ def _check_entry(
             )
         if not options.amsgrad and state.max_second_moment is not None:
             raise InvalidState(
-                f"{where}state has a max_second_moment, which amsgrad=False would leave behind. To convert, rebuild the "
-                "state with maximum=None"
+                f"{where}state has a max_second_moment, which amsgrad=False would leave behind. To convert, rebuild "
+                "the state with maximum=None"
             )
     for name, tensor in others:
         if tensor.shape != parameters.shape:

@@ -1,8 +1,8 @@
 """The kernels on memory that the caller owns: nothing here allocates device memory, and nothing is returned but counts.
 
 A :class:`LaunchTable` describes any number of tensors of one device; one call serves them all. The caller vouches for
-what the table holds (shapes, dtypes, aliasing, that the memory outlives the launch) and for the order of the calls on an
-accelerator: they run on torch's current stream. Sizes of rows, reports and coefficients are checked here.
+what the table holds (shapes, dtypes, aliasing, that the memory outlives the launch) and for the order of the calls on
+an accelerator: they run on torch's current stream. Sizes of rows, reports and coefficients are checked here.
 
 A statistics row is three FP32 numbers: scale (largest finite magnitude), sum of (g / scale)^2, bad (0 or 1). The report
 of a step is twelve bytes: bad, scale, sumsq. Gradients are only read, and no kernel uses atomics, so a run repeats bit

@@ -64,8 +64,8 @@ def select(device: torch.device, compiler: str | None = None) -> Kernels:
 
     Args:
         device: the device of the tensors.
-        compiler: on NVIDIA ``"nvrtc"`` or ``"ptx"``. Default: the environment variable ``RUDA_CUDA_COMPILER``; if that is
-            unset, ``nvrtc`` where cuda-bindings and NVRTC can be imported (lower host cost, no C compiler at run time),
+        compiler: on NVIDIA ``"nvrtc"`` or ``"ptx"``. Default: the environment variable ``RUDA_CUDA_COMPILER``; if
+            that is unset, ``nvrtc`` where cuda-bindings and NVRTC can be imported (lower host cost, no C compiler at run time),
             else ``ptx``.
 
     Raises:
@@ -94,7 +94,9 @@ def cuda_compiler(compiler: str | None = None) -> str:
         raise InvalidOption(f"{source} must be one of {', '.join(CUDA_COMPILERS)}; got {compiler!r}")
     if torch.version.hip is not None:
         if compiler == "nvrtc":
-            raise InvalidOption(f"{source}='nvrtc' compiles for NVIDIA only; on AMD use 'ptx' (Triton) or leave it unset")
+            raise InvalidOption(
+                f"{source}='nvrtc' compiles for NVIDIA only; on AMD use 'ptx' (Triton) or leave it unset"
+            )
         return "ptx"
     if compiler is None:
         return "nvrtc" if _availability("nvrtc").available else "ptx"

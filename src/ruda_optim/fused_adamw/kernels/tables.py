@@ -70,9 +70,9 @@ class TensorMemory:
     """The memory of one tensor's update. Everything has the gradient's shape and device.
 
     ``parameter`` is FP32 (the parameter itself, or its master) and ``None`` for a split master, whose value is ``copy``
-    (BF16) and ``remainder`` (16 bits) together. Moments are FP32. ``copy`` is the FP16 or BF16 parameter that the kernel
-    writes beside the master. An output that is ``None`` means in place. ``first`` says that the moments' memory holds
-    nothing yet. ``step`` is the FP32 host counter that ``advance_steps`` increments. Statistics need the gradient alone.
+    (BF16) and ``remainder`` (16 bits) together. Moments are FP32. ``copy`` is the FP16 or BF16 parameter that the
+    kernel writes beside the master. An output that is ``None`` means in place. ``first`` says that the moments' memory holds
+    nothing yet. ``step`` is the FP32 host counter that ``advance_steps`` increments. Statistics need only the gradient.
     """
 
     gradient: Tensor
@@ -103,7 +103,7 @@ class TensorMemory:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """True if two elements may share memory, as in an expanded tensor (a sufficient test, exact for views by slicing)."""
+    """True if two elements may share memory, as in an expanded tensor (sufficient; exact for views by slicing)."""
     reach = 0  # the farthest offset that the dimensions seen so far can produce
     for stride, size in sorted((st, si) for si, st in zip(tensor.shape, tensor.stride(), strict=True) if si > 1):
         if stride <= reach:
@@ -181,7 +181,7 @@ class LaunchTable:
         return len(self._memories)
 
     def set_gradient(self, index: int, gradient: Tensor) -> None:
-        """Describe a gradient whose dtype or layout differs from what column ``index`` says; ``gradient`` is checked."""
+        """Describe a gradient (checked) whose dtype or layout differs from what column ``index`` says."""
         memory = self._memories[index]
         memory.gradient = gradient
         old = self.fields[:, index].tolist()
