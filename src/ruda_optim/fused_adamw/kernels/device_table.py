@@ -253,7 +253,7 @@ class DeviceTable:
             clip_factor: rounded to FP32.
 
         Returns:
-            FP32 ``(k, 8)``, and FP32 ``(2,)``: skip (always 0) and clip factor. Both serve work that is submitted before
+            FP32 ``(k, 8)``, and FP32 ``(2,)``: skip (always 0), clip factor. Both serve work that is submitted before
             the next call.
         """
         count = coefficients.numel()
