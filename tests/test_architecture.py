@@ -36,7 +36,7 @@ SQUARE_ROOT = re.compile(r"\w*(?<![a-z])r?sqrt(?:f|_rn|_)?\s*\(|__fsqrt|\*\*\s*\
 MOMENT_UPDATE = re.compile(
     r"\*\s*\(\s*(?:gg?|grad|gradient|g\s*\*\s*g)\s*-(?!>)"
     r"|(?:one_minus_)?b(?:eta)?_?[12]s?\b\)?\s*\*(?!\*)|\*\s*\(?(?:1(?:\.0)?\s*-\s*)?(?:\w+\.)?(?:one_minus_)?beta_?[12]\b"
-    r"|\.lerp_?\(|addcmul|addcdiv|lerp_scalar"
+    r"|\blerp_?\(|addcmul|addcdiv"
 )
 # The optional package that each device backend compiles with.
 BACKEND_OF = {"triton": "ptx", "cuda": "nvrtc"}
@@ -99,6 +99,7 @@ def files_with(pattern: re.Pattern[str]) -> set[str]:
         (MOMENT_UPDATE, "g * (1 - beta1)"),
         (MOMENT_UPDATE, "m.mul_(b1).add_(g * (1 - options.beta1))"),
         (MOMENT_UPDATE, "m.lerp_(g, 1 - beta1)"),
+        (MOMENT_UPDATE, "e.m = lerp(e.m, g, c.one_minus_beta1)"),
         (MOMENT_UPDATE, "v.addcmul_(g, g, value=1 - beta2)"),
     ],
 )
