@@ -65,8 +65,8 @@ def select(device: torch.device, compiler: str | None = None) -> Kernels:
     Args:
         device: the device of the tensors.
         compiler: on NVIDIA ``"nvrtc"`` or ``"ptx"``. Default: the environment variable ``RUDA_CUDA_COMPILER``; if
-            that is unset, ``nvrtc`` where cuda-bindings and NVRTC can be imported (lower host cost, no C compiler at run time),
-            else ``ptx``.
+            that is unset, ``nvrtc`` where cuda-bindings and NVRTC can be imported (lower host cost, no C compiler at
+            run time), else ``ptx``.
 
     Raises:
         InvalidOption: the compiler's name is unknown or does not serve this device.

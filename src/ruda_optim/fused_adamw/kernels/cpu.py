@@ -29,7 +29,8 @@ def unavailable() -> str | None:
     if _library() is None:
         return (
             "ruda-optim was built without its C++ operator, which the fused step needs on the CPU. Install a C++ "
-            "compiler (Debian: apt-get install g++) and reinstall: pip install --no-build-isolation --force-reinstall ruda-optim"
+            "compiler (Debian: apt-get install g++) and reinstall: pip install "
+            "--no-build-isolation --force-reinstall ruda-optim"
         )
     return None
 

@@ -71,8 +71,9 @@ class TensorMemory:
 
     ``parameter`` is FP32 (the parameter itself, or its master) and ``None`` for a split master, whose value is ``copy``
     (BF16) and ``remainder`` (16 bits) together. Moments are FP32. ``copy`` is the FP16 or BF16 parameter that the
-    kernel writes beside the master. An output that is ``None`` means in place. ``first`` says that the moments' memory holds
-    nothing yet. ``step`` is the FP32 host counter that ``advance_steps`` increments. Statistics need only the gradient.
+    kernel writes beside the master. An output that is ``None`` means in place. ``first`` says that the moments'
+    memory holds nothing yet. ``step`` is the FP32 host counter that ``advance_steps`` increments. Statistics need only
+    the gradient.
     """
 
     gradient: Tensor
