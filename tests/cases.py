@@ -78,6 +78,7 @@ def _table() -> tuple[Case, ...]:
     for name, changes in {
         "default options": {},
         "beta1 0": {**_STRONG, "beta1": 0},
+        "beta2 0": {**_STRONG, "beta2": 0},
         "beta2 0.1": {**_STRONG, "beta2": 0.1},
         "both betas 0, amsgrad": {**_STRONG, "beta1": 0, "beta2": 0, "amsgrad": True},
         "beta1 above beta2": {**_STRONG, "beta1": 0.95, "beta2": 0.5},
@@ -243,8 +244,9 @@ def expected(case: Case, *, literal: bool = False, norm_error: float = 0.0) -> t
 
     Args:
         case: the case.
-        literal: False bounds the kernels' form ``m += (1-b1)*(g-m)``; ``p -= lr*wd*p + ...``. True bounds the textbook
-            form that torch and the generic AdamW use: ``m = b1*m + (1-b1)*g`` (or lerp), ``p = p*(1-lr*wd) - ...``.
+        literal: False bounds the kernels' form ``m += (1-b1)*(g-m)``, taken from the nearer end, and
+            ``p -= lr*wd*p + ...``. True bounds the textbook form that torch and the generic AdamW use:
+            ``m = b1*m + (1-b1)*g`` (or lerp), ``p = p*(1-lr*wd) - ...``.
         norm_error: relative error of the norm behind the clip factor, ``norm_relative_bound(...)`` where kernels
             compute it, 0 where the implementation is given the factor in ``Expected.clip_factor``.
     """
@@ -274,6 +276,18 @@ def expected(case: Case, *, literal: bool = False, norm_error: float = 0.0) -> t
             bounds["copy"] = errors["parameter"] + relative * (np.abs(parameter) + errors["parameter"]) + absolute
         results.append(Expected(step, clip, values, bounds))
     return tuple(results)
+
+
+def _lerp_roundings(c: float) -> float:
+    """Roundings of a moment's step from ``old`` to ``x`` by ``c``, in units of U * |x - old|, without the last sum.
+
+    Below 1/2, ``old + c*(x - old)``: the difference, the coefficient and the product err relative to c. From 1/2 on,
+    ``x - (1-c)*(x - old)``: the difference and the product err relative to 1 - c; 1 - c itself is exact in FP32, but
+    carries the absolute error of c, which was rounded.
+    """
+    if c <= 0.5:
+        return 3 * c
+    return 2 * (1 - c) + abs(float(np.float32(c)) - c) / U
 
 
 def _propagate(
@@ -313,8 +327,8 @@ def _propagate(
 
     if literal:  # b1*m + c1*g: coefficient, product (and, in lerp, a difference) on either side, then the sum
         m_round, v_round = 3 * (b1 * np.abs(m_old) + c1 * g), 3 * (b2 * v_old + c2 * gg)
-    else:  # m + c1*(g - m): difference, coefficient, product, then the sum
-        m_round, v_round = 3 * c1 * np.abs(signed - m_old), 3 * c2 * np.abs(gg - v_old)
+    else:
+        m_round, v_round = _lerp_roundings(c1) * np.abs(signed - m_old), _lerp_roundings(c2) * np.abs(gg - v_old)
     e_m = b1 * e_m + c1 * e_g + U * (m_round + np.abs(new.first_moment)) + 2 * TINY
     e_v = b2 * e_v + c2 * e_gg + U * (v_round + new.second_moment) + 2 * TINY
     v_used, e_used = new.second_moment, e_v
@@ -333,7 +347,7 @@ def _propagate(
     e_denominator = e_root + U * (o.epsilon + denominator)
     numerator = o.learning_rate * inv_bias1 * np.abs(new.first_moment)
     e_numerator = o.learning_rate * inv_bias1 * e_m + 4 * U * numerator + (1 + o.learning_rate) * TINY
-    # Where beta2 is near 0 and v falls by 1 / U in one step, v + c2 * (gg - v) loses v: nothing could be compared.
+    # A form that loses a small v, as v + c2 * (gg - v) does for beta2 near 0, has no bound.
     assert np.all(e_denominator < 0.5 * denominator), f"{case}: too ill-conditioned for an FP32 comparison"
     quotient = numerator / denominator
     e_quotient = (e_numerator + quotient * e_denominator) / (denominator - e_denominator) + U * quotient + TINY

@@ -60,6 +60,10 @@ def test_layouts_hold_the_values(layout) -> None:
 F = np.float32
 
 
+def lerp(old: np.ndarray, x: np.ndarray, weight: np.float32) -> np.ndarray:
+    return old + weight * (x - old) if weight < 0.5 else x - (F(1) - weight) * (x - old)
+
+
 def single_precision(case: Case, mistake: str = "", step_of=lambda t: t) -> list[dict[str, np.ndarray]]:
     """A straightforward FP32 implementation in the kernels' order of operations, with one classical mistake or none."""
     o = case.options
@@ -73,8 +77,7 @@ def single_precision(case: Case, mistake: str = "", step_of=lambda t: t) -> list
             g = g + F(o.weight_decay) * p
         if mistake == "decay negated by maximize":
             decay = decay * sign
-        m = m + c1 * (g - m)
-        v = v + c2 * (g * g - v)
+        m, v = lerp(m, g, c1), lerp(v, g * g, c2)
         v_max = np.maximum(v_max, v * inv2 if mistake == "maximum of the corrected moment" else v)
         used = v_max if o.amsgrad and mistake != "no amsgrad" else v
         corrected = used if mistake == "maximum of the corrected moment" else used * inv2
