@@ -87,7 +87,7 @@ RUDA_HD Element adamw_element(const Coefficients& c, const GradientFactors& f, f
   e.m = lerp(e.m, g, c.one_minus_beta1);
   // An overflowed second moment stays infinite instead of turning into inf - inf: the element stops moving, as it does
   // in the literal form beta2 * v + (1 - beta2) * g * g.
-  e.v = e.v == __builtin_inff() ? e.v + gg : lerp(e.v, gg, c.one_minus_beta2);
+  e.v = e.v == infinity() ? e.v + gg : lerp(e.v, gg, c.one_minus_beta2);
   float v_used = e.v;
   if (AMSGRAD) {
     // Not fmaxf: a NaN on either side must come through.

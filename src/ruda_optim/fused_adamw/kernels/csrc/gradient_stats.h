@@ -49,4 +49,36 @@ RUDA_HD float rescaled_sumsq(const StatsRow& row, float scale) {
   return row.sumsq * ratio * ratio;
 }
 
+// FP32 sums of squares that can neither overflow nor lose the largest element: every element is multiplied by a power of
+// two that brings the largest finite magnitude, whose bits are `largest`, into [1, 4) (a subnormal one: above 2^-23).
+RUDA_HD float power_of_two_rescale(unsigned largest) {
+  const unsigned exponent = largest >> 23;
+  return bits_float((exponent < 1u ? 253u : exponent > 253u ? 1u : 254u - exponent) << 23);
+}
+
+RUDA_HD float rescaled_square(float g, float rescale) {
+  const float x = g * rescale;
+  return x * x;
+}
+
+// The row of a run whose rescaled squares add up to `sum`.
+RUDA_HD StatsRow stats_row(unsigned largest, float sum, float rescale, bool bad) {
+  const float scale = bits_float(largest);
+  const float unit = scale * rescale;
+  return {scale, largest == 0u ? 0.0f : div_rn(sum, unit * unit), bad ? 1.0f : 0.0f};
+}
+
+// The clip factor of a finite report, as GradientStats.decision computes it on the host: FP64, rounded once.
+RUDA_HD float clip_factor_of(const StatsRow& report, double max_norm, double epsilon) {
+  if (max_norm < 0.0) return 1.0f;
+  if (max_norm == 0.0) return 0.0f;
+#if defined(__CUDA_ARCH__)
+  const double norm = report.scale * __dsqrt_rn(report.sumsq);
+#else
+  const double norm = report.scale * __builtin_sqrt(report.sumsq);
+#endif
+  const double factor = max_norm / (norm + epsilon);
+  return norm == 0.0 || factor > 1.0 ? 1.0f : static_cast<float>(factor);
+}
+
 }  // namespace ruda

@@ -1,0 +1,340 @@
+// Load, loop, store: the CUDA kernels. The arithmetic is in adamw_update.h, gradient_stats.h and half_bits.h, which the CPU
+// operator compiles too. nvrtc.py compiles one instance at a time, with contraction off; tools/fused_adamw/host_simulator
+// compiles this file unchanged for the CPU.
+#include "adamw_update.h"
+#include "cuda_memory.h"
+#include "gradient_stats.h"
+#include "half_bits.h"
+
+namespace ruda {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+
+// ---- update ----------------------------------------------------------------------------------------------------------
+
+template <int W>
+__device__ Pack<float, W> load_moment(bool first, const float* p) {
+  if (first) return {};  // the memory holds nothing yet
+  return load<W>(p);
+}
+
+// Template arguments of an update instance: kAny decides per tensor, at run time. The instance that is kAny throughout also
+// serves strided tensors and first steps; the others leave them out, so that their loops hold nothing but the loop.
+constexpr int kAny = -1;
+enum Gradient { kFloat, kHalf, kBrain };
+enum Store { kPlain, kWithHalf, kWithBrain, kSplitMaster };
+
+template <int GRADIENT, int STORE, int AMSGRAD>
+struct Variant {
+  long long flags;
+  static constexpr bool kGeneral = GRADIENT == kAny && STORE == kAny && AMSGRAD == kAny;
+
+  __device__ bool half_gradient() const { return GRADIENT == kAny ? flags & kGradFp16 : GRADIENT == kHalf; }
+  __device__ bool brain_gradient() const { return GRADIENT == kAny ? flags & kGradBf16 : GRADIENT == kBrain; }
+  __device__ bool half_copy() const { return STORE == kAny ? flags & kCopyFp16 : STORE == kWithHalf; }
+  __device__ bool brain_copy() const { return STORE == kAny ? flags & kCopyBf16 : STORE == kWithBrain; }
+  __device__ bool split() const { return STORE == kAny ? flags & kSplit : STORE == kSplitMaster; }
+  __device__ bool amsgrad() const { return AMSGRAD == kAny ? flags & kAmsgrad : AMSGRAD == 1; }
+  __device__ bool first() const { return kGeneral && (flags & kFirst); }
+  __device__ bool strided() const { return kGeneral && (flags & kStrided); }
+  __device__ bool aligned() const { return flags & kAligned; }
+};
+
+struct Memory {
+  const void* gradient;
+  const float *p, *m, *v, *v_max;
+  float *p_out, *m_out, *v_out, *v_max_out;
+  u16 *copy, *remainder;
+
+  __device__ explicit Memory(const Piece& piece)
+      : gradient(piece.pointer<const void>(kGrad)),
+        p(piece.pointer<const float>(kParam)),
+        m(piece.pointer<const float>(kExpAvg)),
+        v(piece.pointer<const float>(kExpAvgSq)),
+        v_max(piece.pointer<const float>(kMaxExpAvgSq)),
+        p_out(piece.pointer<float>(kParamOut)),
+        m_out(piece.pointer<float>(kExpAvgOut)),
+        v_out(piece.pointer<float>(kExpAvgSqOut)),
+        v_max_out(piece.pointer<float>(kMaxExpAvgSqOut)),
+        copy(piece.pointer<u16>(kCopy)),
+        remainder(piece.pointer<u16>(kRemainder)) {}
+};
+
+template <int W, class V>
+__device__ Pack<float, W> load_gradient(const V& variant, const void* gradient, long long offset) {
+  Pack<float, W> g;
+  if (variant.half_gradient() || variant.brain_gradient()) {
+    const Pack<u16, W> stored = load<W>(static_cast<const u16*>(gradient) + offset);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      g.x[j] = variant.half_gradient() ? float_from_fp16(stored.x[j]) : float_from_bf16(stored.x[j]);
+    }
+  } else {
+    g = load<W>(static_cast<const float*>(gradient) + offset);
+  }
+  return g;
+}
+
+template <int W, class V, class Offsets>
+__device__ void update_elements(const V& variant, const Memory& memory, const Offsets& at, const Coefficients& c,
+                                const GradientFactors& f) {
+  const Pack<float, W> g = load_gradient<W>(variant, memory.gradient, at[kRoleGrad]);
+  Pack<float, W> p, v_max{};
+  if (variant.split()) {
+    const Pack<u16, W> high = load<W>(memory.copy + at[kRoleCopy]);
+    const Pack<u16, W> low = load<W>(memory.remainder + at[kRoleRemainder]);
+#pragma unroll
+    for (int j = 0; j < W; ++j) p.x[j] = join_master({high.x[j], low.x[j]});
+  } else {
+    p = load<W>(memory.p + at[kRoleParam]);
+  }
+  Pack<float, W> m = load_moment<W>(variant.first(), memory.m + at[kRoleExpAvg]);
+  Pack<float, W> v = load_moment<W>(variant.first(), memory.v + at[kRoleExpAvgSq]);
+  if (variant.amsgrad()) v_max = load_moment<W>(variant.first(), memory.v_max + at[kRoleMaxExpAvgSq]);
+
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    const Element old{p.x[j], m.x[j], v.x[j], v_max.x[j]};
+    const Element e =
+        variant.amsgrad() ? adamw_element<true>(c, f, g.x[j], old) : adamw_element<false>(c, f, g.x[j], old);
+    p.x[j] = e.p;
+    m.x[j] = e.m;
+    v.x[j] = e.v;
+    v_max.x[j] = e.v_max;
+  }
+
+  store(memory.m_out + at[kRoleExpAvg], m);
+  store(memory.v_out + at[kRoleExpAvgSq], v);
+  if (variant.amsgrad()) store(memory.v_max_out + at[kRoleMaxExpAvgSq], v_max);
+  if (variant.split()) {
+    Pack<u16, W> high, low;
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      const SplitMaster master = split_master(p.x[j]);
+      high.x[j] = master.high;
+      low.x[j] = master.remainder;
+    }
+    store(memory.copy + at[kRoleCopy], high);
+    store(memory.remainder + at[kRoleRemainder], low);
+    return;
+  }
+  store(memory.p_out + at[kRoleParam], p);
+  if (variant.half_copy() || variant.brain_copy()) {
+    Pack<u16, W> copy;
+#pragma unroll
+    for (int j = 0; j < W; ++j) copy.x[j] = variant.half_copy() ? fp16_from_float(p.x[j]) : bf16_from_float(p.x[j]);
+    store(memory.copy + at[kRoleCopy], copy);
+  }
+}
+
+// One block per chunk. `decision` is (skip, clip factor). Tensor i takes row kCoefficientRow of `coefficients`, or row i if
+// `decide` wrote them.
+template <int GRADIENT, int STORE, int AMSGRAD>
+__global__ void __launch_bounds__(kThreads)
+    update(const long long* fields, const long long* layouts, const long long* blocks, long long count,
+           const Coefficients* coefficients, const float* decision, int row_per_tensor, float inverse_scale) {
+  if (decision[0] != 0.0f) return;
+  const Piece piece(Table{fields, layouts, blocks, count}, blockIdx.x);
+  const Variant<GRADIENT, STORE, AMSGRAD> variant{piece.at(kFlags)};
+  const Memory memory(piece);
+  const Coefficients c = coefficients[row_per_tensor ? piece.tensor : piece.at(kCoefficientRow)];
+  const GradientFactors f = gradient_factors(c, inverse_scale, decision[1]);
+  const int thread = static_cast<int>(threadIdx.x);
+
+  if (variant.strided()) {
+#pragma unroll 1
+    for (int i = thread; i < piece.size; i += kThreads) {
+      update_elements<1>(variant, memory, Strided(piece.layout, piece.begin + i), c, f);
+    }
+    return;
+  }
+  // Four elements are 16 bytes of FP32. The rest of the tensor, or all of a misaligned one, goes one by one.
+  constexpr int kWidth = 4;
+  const int packed = variant.aligned() ? piece.size / kWidth * kWidth : 0;
+#pragma unroll 1
+  for (int i = thread * kWidth; i < packed; i += kThreads * kWidth) {
+    update_elements<kWidth>(variant, memory, Flat{piece.begin + i}, c, f);
+  }
+#pragma unroll 1
+  for (int i = packed + thread; i < piece.size; i += kThreads) {
+    update_elements<1>(variant, memory, Flat{piece.begin + i}, c, f);
+  }
+}
+
+// ---- reductions over a block, in a fixed order -----------------------------------------------------------------------
+
+struct Larger {
+  template <class T>
+  __device__ T operator()(T a, T b) const {
+    return a > b ? a : b;
+  }
+};
+
+struct Plus {
+  template <class T>
+  __device__ T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+// Every thread gets the result. `partial` holds one value per warp and serves one reduction only.
+template <class T, class Combine>
+__device__ T reduce_block(T x, T* partial, Combine combine) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = partial[threadIdx.x % kWarps];
+#pragma unroll
+  for (int distance = kWarps / 2; distance > 0; distance /= 2) {
+    x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  }
+  return x;
+}
+
+// ---- gradient statistics ---------------------------------------------------------------------------------------------
+
+constexpr int kPerThread = kChunk / kThreads;
+
+// One thread's gradients of a chunk, unscaled. An aligned whole chunk is read once, in 128-bit loads, and stays in registers.
+// Anything else is read again for each pass, element by element.
+template <int GRADIENT>
+struct Share {
+  const Piece& piece;
+  const Variant<GRADIENT, kAny, kAny> variant;
+  const void* gradient;
+  float inverse_scale;
+  bool held;
+  float g[kPerThread];
+
+  __device__ Share(const Piece& p, float scale)
+      : piece(p), variant{p.at(kFlags)}, gradient(p.pointer<const void>(kGrad)), inverse_scale(scale) {
+    held = variant.aligned() && piece.size == kChunk;
+    if (!held) return;
+    if (variant.half_gradient() || variant.brain_gradient()) {
+      hold<8>();
+    } else {
+      hold<4>();
+    }
+  }
+
+  template <int W>  // elements in 16 bytes
+  __device__ void hold() {
+#pragma unroll
+    for (int i = 0; i < kPerThread / W; ++i) {
+      const long long offset = piece.begin + (i * kThreads + static_cast<int>(threadIdx.x)) * W;
+      const Pack<float, W> pack = load_gradient<W>(variant, gradient, offset);
+#pragma unroll
+      for (int j = 0; j < W; ++j) g[i * W + j] = pack.x[j] * inverse_scale;
+    }
+  }
+
+  // Visits every element in a fixed order. `chain` is a constant once the loop is unrolled.
+  template <class Visit>
+  __device__ void each(Visit visit) const {
+    if (held) {
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) visit(g[i], i % 4);
+      return;
+    }
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < piece.size; i += kThreads) {
+      long long offset = piece.begin + i;
+      if (variant.strided()) offset = Strided(piece.layout, offset)[kRoleGrad];
+      visit(load_gradient<1>(variant, gradient, offset).x[0] * inverse_scale, 0);
+    }
+  }
+};
+
+// One row per chunk of each tensor. The row of a chunk that is not finite still describes its finite elements.
+template <int GRADIENT>
+__global__ void __launch_bounds__(kThreads)
+    analyze(const long long* fields, const long long* layouts, const long long* blocks, long long count, StatsRow* rows,
+            float inverse_scale) {
+  __shared__ unsigned largest[kWarps], largest_finite[kWarps];
+  __shared__ float sums[kWarps];
+  const Piece piece(Table{fields, layouts, blocks, count}, blockIdx.x);
+  const Share<GRADIENT> share(piece, inverse_scale);
+
+  unsigned most = 0;
+  share.each([&](float g, int) { most = Larger()(most, float_bits(g) & kAbsMask); });
+  most = reduce_block(most, largest, Larger());
+  const bool bad = most >= kInfinityBits;  // the same for the whole block
+  if (bad) {
+    most = 0;
+    share.each([&](float g, int) {
+      const unsigned magnitude = float_bits(g) & kAbsMask;
+      most = Larger()(most, magnitude < kInfinityBits ? magnitude : 0u);
+    });
+    most = reduce_block(most, largest_finite, Larger());
+  }
+
+  const float rescale = power_of_two_rescale(most);
+  float sum[4] = {};  // four chains instead of one: fewer roundings in a row, and they overlap
+  share.each([&](float g, int chain) {
+    const bool counts = (float_bits(g) & kAbsMask) <= most;  // all but what is not finite
+    sum[chain] += counts ? rescaled_square(g, rescale) : 0.0f;
+  });
+  const float total = reduce_block((sum[0] + sum[1]) + (sum[2] + sum[3]), sums, Plus());
+  if (threadIdx.x == 0) rows[blocks[gridDim.x + blockIdx.x]] = stats_row(most, total, rescale, bad);
+}
+
+// Merges up to `fan_in` rows per block. FINAL writes one report (bad, scale, sumsq) instead of rows.
+template <bool FINAL>
+__global__ void __launch_bounds__(kThreads) merge(const StatsRow* rows, float* out, long long count, long long fan_in) {
+  __shared__ unsigned largest[kWarps], bads[kWarps];
+  __shared__ double sums[kWarps];
+  const long long begin = static_cast<long long>(blockIdx.x) * fan_in;
+  const long long end = count - begin < fan_in ? count : begin + fan_in;
+  unsigned most = 0, bad = 0;
+  for (long long i = begin + threadIdx.x; i < end; i += kThreads) {
+    most = Larger()(most, float_bits(rows[i].scale));  // not negative: ordered like the integers
+    bad |= rows[i].bad != 0.0f;
+  }
+  const float scale = bits_float(reduce_block(most, largest, Larger()));
+  const float any_bad = reduce_block(bad, bads, Larger()) ? 1.0f : 0.0f;
+  double sum = 0.0;
+  for (long long i = begin + threadIdx.x; i < end; i += kThreads) sum += rescaled_sumsq(rows[i], scale);
+  sum = reduce_block(sum, sums, Plus());
+  if (threadIdx.x != 0) return;
+  const float sumsq = static_cast<float>(sum);
+  if (FINAL) {
+    out[0] = any_bad;
+    out[1] = scale;
+    out[2] = sumsq;
+  } else {
+    reinterpret_cast<StatsRow*>(out)[blockIdx.x] = {scale, sumsq, any_bad};
+  }
+}
+
+// ---- a capturable step: the device decides ---------------------------------------------------------------------------
+
+// One thread per tensor. Its group is the row kCoefficientRow of `hyperparameters`; kStep points to its FP32 counter of
+// completed steps. Writes row i of `coefficients` for tensor i, counts the step unless it is skipped, and writes
+// `decision` = (skip, clip factor). GUARD reads `report` = (bad, scale, sumsq).
+template <bool GUARD>
+__global__ void __launch_bounds__(kThreads)
+    decide(const long long* fields, long long count, const Hyperparameters* hyperparameters, const float* report,
+           Coefficients* coefficients, float* decision) {
+  bool skip = false;
+  float clip_factor = 1.0f;
+  if (GUARD) {
+    skip = report[0] != 0.0f;
+    const StatsRow row{report[1], report[2], report[0]};
+    if (!skip) clip_factor = clip_factor_of(row, hyperparameters->max_norm, hyperparameters->guard_epsilon);
+  }
+  const long long tensor = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
+  if (tensor == 0) {
+    decision[0] = skip ? 1.0f : 0.0f;
+    decision[1] = clip_factor;
+  }
+  if (tensor >= count) return;
+  float* step = reinterpret_cast<float*>(fields[kStep * count + tensor]);
+  __builtin_assume(__isGlobal(step));
+  const double t = static_cast<double>(*step) + 1.0;
+  coefficients[tensor] = coefficients_of_step(hyperparameters[fields[kCoefficientRow * count + tensor]], t);
+  if (!skip) *step = static_cast<float>(t);
+}
+
+}  // namespace ruda

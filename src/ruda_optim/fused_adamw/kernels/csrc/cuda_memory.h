@@ -1,0 +1,95 @@
+// How a CUDA kernel finds its elements in the launch table and moves several of them in one access.
+#pragma once
+
+#include "table.h"
+
+namespace ruda {
+
+using u16 = unsigned short;
+
+// Elements of one tensor that one block takes, and that one statistics row describes. nvrtc.py repeats the number.
+constexpr int kChunk = 8192;
+
+// ---- the launch table ------------------------------------------------------------------------------------------------
+
+// Device copies of LaunchTable.fields and .layouts, and a BlockMap's entries for the whole launch: blocks[b] = tensor << 32 |
+// chunk within the tensor, then as many numbers again, the statistics row of each block.
+struct Table {
+  const long long* fields;
+  const long long* layouts;
+  const long long* blocks;
+  long long count;
+};
+
+// What one block works on: elements [begin, begin + size) of one tensor.
+struct Piece {
+  const long long* fields;  // the tensor's column: row `f` lies at fields[f * count]
+  const long long* layout;
+  long long count, tensor, begin;
+  int size;
+
+  __device__ Piece(const Table& table, long long block) : count(table.count) {
+    const long long entry = table.blocks[block];
+    tensor = entry >> 32;
+    begin = (entry & 0xffffffffll) * kChunk;
+    fields = table.fields + tensor;
+    layout = table.layouts + at(kLayout);
+    const long long left = at(kNumel) - begin;
+    size = static_cast<int>(left < kChunk ? left : kChunk);
+  }
+
+  __device__ long long at(Field field) const { return fields[field * count]; }
+
+  template <class T>
+  __device__ T* pointer(Field field) const {
+    return reinterpret_cast<T*>(at(field));
+  }
+};
+
+// Where an element stands in each tensor of the update, in elements. Flat memory needs one number for all of them.
+struct Flat {
+  long long index;
+  __device__ long long operator[](Role) const { return index; }
+};
+
+struct Strided {
+  long long offsets[kRoles];
+
+  // `layout` is [dimensions, sizes..., strides of role 0..., strides of role 1..., ...], outermost dimension first.
+  __device__ Strided(const long long* layout, long long index) : offsets() {
+    const long long dimensions = layout[0];
+    for (long long d = dimensions - 1; d >= 0; --d) {
+      const long long size = layout[1 + d];
+      const long long rest = index / size;
+      const long long coordinate = index - rest * size;
+      index = rest;
+#pragma unroll
+      for (int role = 0; role < kRoles; ++role) {
+        offsets[role] += coordinate * layout[1 + (1 + role) * dimensions + d];
+      }
+    }
+  }
+  __device__ long long operator[](Role role) const { return offsets[role]; }
+};
+
+// ---- W elements in one access ----------------------------------------------------------------------------------------
+
+template <class T, int W>
+struct alignas(sizeof(T) * W) Pack {
+  T x[W];
+};
+
+// A pointer that was read from memory is generic to the compiler; saying that it is global gives LDG and STG.
+template <int W, class T>
+__device__ Pack<T, W> load(const T* p) {
+  __builtin_assume(__isGlobal(p));
+  return *reinterpret_cast<const Pack<T, W>*>(p);
+}
+
+template <int W, class T>
+__device__ void store(T* p, const Pack<T, W>& pack) {
+  __builtin_assume(__isGlobal(p));
+  *reinterpret_cast<Pack<T, W>*>(p) = pack;
+}
+
+}  // namespace ruda
