@@ -51,6 +51,7 @@ class Part:
         self.parameters = [sharding.local(member.parameter.detach()) for member in members]
         self.groups = torch.tensor([member.group for member in members], dtype=torch.int64)
         self.pairs = torch.empty((len(members), 2), dtype=torch.int64)
+        self._group_rows: dict[int, dict[int, tuple[int, int]]] = {}
 
     def bind(self, gradients: list[Tensor]) -> bool:
         """Take over this step's gradients; False if a parameter's memory moved, so that the plan is out of date."""
@@ -67,12 +68,15 @@ class Part:
 
     def group_rows(self, chunk: int) -> dict[int, tuple[int, int]]:
         """The statistics rows ``[first, last)`` of each parameter group; a group's members are neighbours."""
+        if chunk in self._group_rows:
+            return self._group_rows[chunk]
         rows = (self.table.fields[Field.NUMEL] + (chunk - 1)) // chunk
         ends = rows.cumsum(0).tolist()
         ranges: dict[int, tuple[int, int]] = {}
         for member, count, end in zip(self.members, rows.tolist(), ends, strict=True):
             first, _ = ranges.get(member.group, (end - count, end))
             ranges[member.group] = (first, end)
+        self._group_rows[chunk] = ranges
         return ranges
 
 

@@ -19,8 +19,8 @@ from .errors import DifferentDevice, InvalidTensor, ShapeMismatch
 from .kernels import Availability as Availability
 from .kernels import Kernels as Kernels
 from .kernels import available as available
-from .kernels import cpu as _cpu
 from .kernels import select as select
+from .kernels import table_operators
 from .kernels.tables import GRADIENT_DTYPES as GRADIENT_DTYPES
 from .kernels.tables import Field as Field
 from .kernels.tables import Flag as Flag
@@ -117,7 +117,7 @@ def bind_gradients(
         (another dtype, layout or device, a parameter whose memory moved). Settle it with
         :meth:`LaunchTable.set_gradient` or a new table, then go on from the next column.
     """
-    return int(_cpu.operators().bind_gradients.default(table.fields, parameters, gradients, start))
+    return int(table_operators().bind_gradients.default(table.fields, parameters, gradients, start))
 
 
 def assign_coefficients(table: LaunchTable, groups: Tensor, pairs: Tensor) -> int:
@@ -131,12 +131,12 @@ def assign_coefficients(table: LaunchTable, groups: Tensor, pairs: Tensor) -> in
     Returns:
         The number of coefficient rows; the rest of ``pairs`` is not touched.
     """
-    return int(_cpu.operators().assign_coefficients.default(table.fields, groups, pairs))
+    return int(table_operators().assign_coefficients.default(table.fields, groups, pairs))
 
 
 def advance_steps(table: LaunchTable) -> None:
     """Count the update that was just launched in every ``Field.STEP`` counter; the moments now hold values."""
-    _cpu.operators().advance_steps.default(table.fields)
+    table_operators().advance_steps.default(table.fields)
 
 
 class StatisticsWorkspace:

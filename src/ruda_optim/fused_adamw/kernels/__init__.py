@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidOption, InvalidTensor
 
@@ -101,6 +101,11 @@ def cuda_compiler(compiler: str | None = None) -> str:
     if compiler is None:
         return "nvrtc" if _availability("nvrtc").available else "ptx"
     return compiler
+
+
+def table_operators() -> Any:
+    """The C++ operators that keep a launch table's books, whatever device it describes; see :mod:`.cpu`."""
+    return importlib.import_module(".cpu", __package__).operators()
 
 
 def available() -> tuple[Availability, ...]:

@@ -68,7 +68,7 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)  # NaN > infinity > every finite magni
 
 @triton.jit
 def _entry(fields, row: tl.constexpr, n, tensor):
-    return tl.load(fields + row * n + tensor)
+    return tl.load(fields + n * row + tensor)
 
 
 @triton.jit
@@ -84,9 +84,9 @@ def _pointer(address, TYPE: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def _gradient_pointer(address, KIND: tl.constexpr, VECTOR: tl.constexpr):
-    if KIND & _GRAD_FP16:
+    if _GRAD_FP16 & KIND:
         return _pointer(address, tl.float16, VECTOR)
-    elif KIND & _GRAD_BF16:
+    elif _GRAD_BF16 & KIND:
         return _pointer(address, tl.int16, VECTOR)
     else:
         return _pointer(address, tl.float32, VECTOR)
@@ -105,7 +105,7 @@ def _read(pointer, offsets, mask, VECTOR: tl.constexpr):
 def _read_moment(pointer, offsets, mask, present, VECTOR: tl.constexpr):
     """As _read; zeros, without a look at the memory, unless ``present`` (one answer for the whole block)."""
     if VECTOR:
-        return tl.load(pointer + offsets, mask=present, other=0.0)
+        return tl.load(pointer + offsets, mask=tl.broadcast_to(present, offsets.shape), other=0.0)
     else:
         return tl.load(pointer + offsets, mask=mask & present, other=0.0)
 
@@ -151,7 +151,7 @@ def _join_master(high, low):
 @triton.jit
 def _read_gradient(pointer, offsets, mask, KIND: tl.constexpr, VECTOR: tl.constexpr):
     stored = _read(pointer, offsets, mask, VECTOR)
-    if KIND & _GRAD_BF16:
+    if _GRAD_BF16 & KIND:
         return _float_from_bf16(stored)
     else:
         return stored.to(tl.float32)
@@ -240,7 +240,7 @@ def _update_block(
     a, base, offsets, mask, layout, present, c, inverse_scale, signed_clip, KIND: tl.constexpr, VECTOR: tl.constexpr
 ):
     """Loads, updates and stores the elements ``base + offsets`` of one tensor; ``a``: its addresses by Field."""
-    if KIND & _STRIDED:
+    if _STRIDED & KIND:
         index = base + offsets
         at_g = _strided_offset(layout, index, 1)
         at_m = _strided_offset(layout, index, 2)
@@ -254,21 +254,21 @@ def _update_block(
     g = _read_gradient(_gradient_pointer(a[_GRAD], KIND, VECTOR) + first, at_g, mask, KIND, VECTOR)
     m = _read_moment(_pointer(a[_EXP_AVG], tl.float32, VECTOR) + first, at_m, mask, present, VECTOR)
     v = _read_moment(_pointer(a[_EXP_AVG_SQ], tl.float32, VECTOR) + first, at_v, mask, present, VECTOR)
-    if KIND & _AMSGRAD:
-        if KIND & _STRIDED:
+    if _AMSGRAD & KIND:
+        if _STRIDED & KIND:
             at_x = _strided_offset(layout, index, 4)
         else:
             at_x = offsets
         v_max = _read_moment(_pointer(a[_MAX_EXP_AVG_SQ], tl.float32, VECTOR) + first, at_x, mask, present, VECTOR)
     else:
         v_max = v
-    if KIND & (_COPY_FP16 | _COPY_BF16):
-        if KIND & _STRIDED:
+    if (_COPY_FP16 | _COPY_BF16) & KIND:
+        if _STRIDED & KIND:
             at_c = _strided_offset(layout, index, 5)
         else:
             at_c = offsets
-    if KIND & _SPLIT:
-        if KIND & _STRIDED:
+    if _SPLIT & KIND:
+        if _STRIDED & KIND:
             at_low = _strided_offset(layout, index, 6)
         else:
             at_low = offsets
@@ -276,29 +276,29 @@ def _update_block(
         low = _pointer(a[_REMAINDER], tl.int16, VECTOR) + first
         p = _join_master(_read(high, at_c, mask, VECTOR), _read(low, at_low, mask, VECTOR))
     else:
-        if KIND & _STRIDED:
+        if _STRIDED & KIND:
             at_p = _strided_offset(layout, index, 0)
         else:
             at_p = offsets
         p = _read(_pointer(a[_PARAM], tl.float32, VECTOR) + first, at_p, mask, VECTOR)
 
-    p, m, v, v_max = _adamw_element(c, inverse_scale, signed_clip, g, p, m, v, v_max, (KIND & _AMSGRAD) != 0)
+    p, m, v, v_max = _adamw_element(c, inverse_scale, signed_clip, g, p, m, v, v_max, (_AMSGRAD & KIND) != 0)
 
     _write(_pointer(a[_EXP_AVG_OUT], tl.float32, VECTOR) + first, at_m, m, mask, VECTOR)
     _write(_pointer(a[_EXP_AVG_SQ_OUT], tl.float32, VECTOR) + first, at_v, v, mask, VECTOR)
-    if KIND & _AMSGRAD:
+    if _AMSGRAD & KIND:
         _write(_pointer(a[_MAX_EXP_AVG_SQ_OUT], tl.float32, VECTOR) + first, at_x, v_max, mask, VECTOR)
-    if KIND & _SPLIT:
+    if _SPLIT & KIND:
         bits = _float_bits(p)
         bits = tl.where((bits & _ABS_MASK) > _INFINITY_BITS, 0x7FC00000, bits)
         _write(high, at_c, ((bits + 0x8000) >> 16).to(tl.int16), mask, VECTOR)
         _write(low, at_low, bits.to(tl.int16), mask, VECTOR)
     else:
         _write(_pointer(a[_PARAM_OUT], tl.float32, VECTOR) + first, at_p, p, mask, VECTOR)
-        if KIND & _COPY_FP16:
+        if _COPY_FP16 & KIND:
             half = _pointer(a[_COPY], tl.float16, VECTOR) + first
             _write(half, at_c, p.to(tl.float16), mask, VECTOR)
-        elif KIND & _COPY_BF16:
+        elif _COPY_BF16 & KIND:
             _write(_pointer(a[_COPY], tl.int16, VECTOR) + first, at_c, _bf16_from_float(p), mask, VECTOR)
 
 
@@ -338,7 +338,7 @@ def update_kernel(
     present = (flags & _FIRST) == 0
     layout = layouts + _entry(fields, _LAYOUT, n, tensor)
     done = 0
-    if (KIND & _STRIDED) == 0:
+    if (_STRIDED & KIND) == 0:
         whole = tl.where((flags & _ALIGNED) != 0, count // BLOCK, 0)
         for b in range(whole):
             at = b * BLOCK + tl.arange(0, BLOCK)
@@ -410,7 +410,7 @@ def analyze_kernel(
     bad = inverse_scale * 0.0
     total = inverse_scale * 0.0
     done = 0
-    if KIND & _STRIDED:
+    if _STRIDED & KIND:
         layout = layouts + _entry(fields, _LAYOUT, n, tensor)
     else:
         vectors = _gradient_pointer(address, KIND, True)
@@ -423,7 +423,7 @@ def analyze_kernel(
         done = whole * BLOCK
     for b in range(done, count, TAIL):
         at = b + tl.arange(0, TAIL)
-        if KIND & _STRIDED:
+        if _STRIDED & KIND:
             x = _read_gradient(gradient, _strided_offset(layout, base + at, 1), at < count, KIND, False)
         else:
             x = _read_gradient(gradient + base, at, at < count, KIND, False)
@@ -506,8 +506,8 @@ def decide_kernel(fields, hyperparameters, report, coefficients, decision, n, ha
 
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
-    counter = tl.load(fields + _STEP * n + i, mask=mask, other=0).to(tl.pointer_type(tl.float32))
-    h = hyperparameters + tl.load(fields + _COEFFICIENTS * n + i, mask=mask, other=0) * 8
+    counter = tl.load(fields + n * _STEP + i, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+    h = hyperparameters + tl.load(fields + n * _COEFFICIENTS + i, mask=mask, other=0) * 8
     t = tl.load(counter, mask=mask, other=0.0) + 1.0
     lr = tl.load(h, mask=mask, other=0.0)
     beta1 = tl.load(h + 1, mask=mask, other=0.0)

@@ -177,6 +177,7 @@ class LaunchTable:
         for memory in self._memories:
             del memory.gradient  # a table must not keep gradients alive between steps
         self.numel = int(self.fields[Field.NUMEL].sum())
+        self._statistics_rows: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._memories)
@@ -200,8 +201,9 @@ class LaunchTable:
 
     def statistics_rows(self, chunk: int) -> int:
         """Statistics rows of one pass: one per ``chunk`` elements of each tensor."""
-        numel = self.fields[Field.NUMEL]
-        return int(((numel + (chunk - 1)) // chunk).sum())
+        if chunk not in self._statistics_rows:
+            self._statistics_rows[chunk] = int(((self.fields[Field.NUMEL] + (chunk - 1)) // chunk).sum())
+        return self._statistics_rows[chunk]
 
     def _column(self, index: int) -> list[int]:
         memory = self._memories[index]
