@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ruda_optim.fused_adamw import InvalidState, ShapeMismatch
+from ruda_optim.fused_adamw import GradientGuardOptions, InvalidOption, InvalidState, ShapeMismatch
 
 from .members import MASTER, MOMENTS, REMAINDER, step_counter
 
@@ -38,16 +39,13 @@ def load(optimizer: AdamW, torch_load: Callable[[StateDict], None], state_dict: 
     torch's loader does the groups, the hooks and nothing else: it would cast FP32 moments to the parameter's dtype, so
     the state is converted here, from a hook that runs after the user's and before anything is replaced.
     """
-    converted: dict[Tensor, dict[str, Any]] = {}
+    converted: dict[Any, Any] = {}
     settings = optimizer.settings
 
     def take_state(_: object, incoming: StateDict) -> StateDict:
         nonlocal settings
         settings = _loaded_settings(incoming.get(KEY), settings)
-        groups = [dict(group) for group in incoming["param_groups"]]
-        _check_groups(optimizer, groups)
-        for group, live in zip(groups, optimizer.param_groups, strict=True):
-            group.update({name: live[name] for name in _SWITCHES if name in live})
+        groups = _checked_groups(optimizer, incoming["param_groups"])
         converted.update(_convert_state(optimizer, groups, incoming["state"]))
         return {**incoming, "param_groups": groups, "state": {}}
 
@@ -90,47 +88,66 @@ def convert_amsgrad(state_dict: StateDict, *, amsgrad: bool) -> StateDict:
 def _loaded_settings(entry: Any, live: Settings) -> Settings:
     if entry is None:
         return live
-    if entry.get("format") != FORMAT:
+    if not isinstance(entry, dict) or entry.get("format") != FORMAT:
+        came = entry.get("format") if isinstance(entry, dict) else entry
         raise InvalidState(
-            f"the checkpoint's '{KEY}' entry must have format {FORMAT}, got {entry.get('format')!r}; it was written by "
-            "another version of ruda-optim. Drop the entry to load the rest"
+            f"the checkpoint's '{KEY}' entry must have format {FORMAT}, got {came!r}; it was written by another "
+            "version of ruda-optim. Drop the entry to load the rest"
         )
-    return replace(live, max_grad_norm=entry["max_grad_norm"], check_finite=entry["check_finite"])
+    max_grad_norm, check_finite = entry.get("max_grad_norm"), entry.get("check_finite")
+    try:
+        GradientGuardOptions(max_norm=max_grad_norm)
+    except InvalidOption as error:
+        raise InvalidState(f"the checkpoint's '{KEY}' entry does not hold a max_grad_norm: {error}") from None
+    if not isinstance(check_finite, bool):
+        raise InvalidState(f"the checkpoint's '{KEY}' entry must hold check_finite True or False, got {check_finite!r}")
+    return replace(live, max_grad_norm=max_grad_norm, check_finite=check_finite)
 
 
-def _check_groups(optimizer: AdamW, groups: list[dict[str, Any]]) -> None:
+def _checked_groups(optimizer: AdamW, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The checkpoint's groups with the live switches, their parameters in this optimizer's order."""
     live_groups = optimizer.param_groups
-    sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in live_groups]
+    sizes = [len(group["params"]) for group in saved_groups], [len(group["params"]) for group in live_groups]
     if sizes[0] != sizes[1]:
         raise InvalidState(
             f"the checkpoint must have this optimizer's parameter groups with {sizes[1]} parameters, got {sizes[0]}"
         )
-    for number, (saved, live) in enumerate(zip(groups, live_groups, strict=True)):
+    groups = []
+    for number, (saved, live) in enumerate(zip(saved_groups, live_groups, strict=True)):
         if bool(saved.get("amsgrad", False)) != bool(live["amsgrad"]):
             raise InvalidState(
                 f"group {number} of the checkpoint has amsgrad={bool(saved.get('amsgrad', False))}, this optimizer "
                 f"amsgrad={bool(live['amsgrad'])}; load ruda_torch.convert_amsgrad(state_dict, "
                 f"amsgrad={bool(live['amsgrad'])}), or build the optimizer like the checkpoint"
             )
+        group = {**saved, **{name: live[name] for name in _SWITCHES if name in live}}
+        names, live_names = saved.get("param_names"), live.get("param_names")
+        # Names that are a permutation of ours say which state belongs to whom; any other names (a wrapper's prefix) do
+        # not, and the position decides, as it does in torch.
+        if names and live_names and names != live_names and sorted(names) == sorted(live_names):
+            key_of = dict(zip(names, saved["params"], strict=True))
+            group.update(params=[key_of[name] for name in live_names], param_names=list(live_names))
+        groups.append(group)
+    return groups
 
 
-def _convert_state(
-    optimizer: AdamW, groups: list[dict[str, Any]], saved: dict[Any, dict[str, Any]]
-) -> dict[Tensor, dict[str, Any]]:
-    state: dict[Tensor, dict[str, Any]] = {}
+def _convert_state(optimizer: AdamW, groups: list[dict[str, Any]], saved: dict[Any, dict[str, Any]]) -> dict[Any, Any]:
+    state: dict[Any, Any] = {}
+    rest = dict(saved)
     for number, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         names = group.get("param_names") or live.get("param_names")
         for index, (key, parameter) in enumerate(zip(group["params"], live["params"], strict=True)):
-            entry = saved.get(key)
+            entry = rest.pop(key, None)
             if not entry:
                 continue
             where = f"parameter {index} of group {number}" + (f" ({names[index]})" if names else "")
             for needed in ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if live["amsgrad"] else ())):
                 if needed not in entry:
                     raise InvalidState(
-                        f"the checkpoint's state of {where} has no {needed}, only {', '.join(map(str, entry))}; is it an "
-                        "AdamW checkpoint?"
+                        f"the checkpoint's state of {where} has no {needed}, only {', '.join(map(str, entry))}; is it "
+                        "an AdamW checkpoint?"
                     )
+            entry = _without_useless_master(entry, parameter)
             _check_master(where, entry, split_master=optimizer.settings.split_master)
             state[parameter] = {
                 name: step_counter(where, value)
@@ -138,27 +155,48 @@ def _convert_state(
                 else _convert(f"{name} of {where}", name, value, parameter)
                 for name, value in entry.items()
             }
+    state.update(deepcopy(rest))  # state of no parameter: somebody's own, kept as torch keeps it
     return state
+
+
+def _without_useless_master(entry: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Leave out a master that no longer says anything; the next step makes one from the parameter.
+
+    An FP32 parameter is its own master. A master in another dtype went through an optimizer that keeps none:
+    torch.optim.AdamW casts what it does not know to the parameter's dtype and then updates the parameter alone.
+    """
+    useless = {MASTER, REMAINDER} if parameter.dtype is torch.float32 else set()
+    master = entry.get(MASTER)
+    if isinstance(master, torch.Tensor) and master.dtype is not torch.float32:
+        useless.add(MASTER)
+    return {name: value for name, value in entry.items() if name not in useless}
 
 
 def _check_master(where: str, entry: dict[str, Any], *, split_master: bool) -> None:
     for key, split in ((MASTER, False), (REMAINDER, True)):
         if key in entry and split is not split_master:
             raise InvalidState(
-                f"the checkpoint's state of {where} holds '{key}', which needs split_master={split}; this optimizer has "
-                f"split_master={split_master}"
+                f"the checkpoint's state of {where} holds '{key}', which needs split_master={split}; this optimizer "
+                f"has split_master={split_master}"
             )
 
 
 def _convert(what: str, name: str, value: Any, parameter: Tensor) -> Any:
-    """A copy of one state tensor on the parameter's device, in the dtype that this optimizer keeps."""
-    if not isinstance(value, torch.Tensor):
-        return value
+    """A copy of one state entry; a tensor of ours on the parameter's device, laid out like it, in the dtype we keep."""
     if name not in _STATE_DTYPES:
-        return value.detach().clone()
+        return value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
+    dtype = _STATE_DTYPES[name]
+    if not isinstance(value, torch.Tensor):
+        raise InvalidState(f"{what} must be a tensor, got {type(value).__name__}")
     if value.shape != parameter.shape:
         raise ShapeMismatch(
-            f"{what} must have the parameter's shape {tuple(parameter.shape)}, got {tuple(value.shape)}; were the model's "
-            "parameters reordered?"
+            f"{what} must have the parameter's shape {tuple(parameter.shape)}, got {tuple(value.shape)}; were the "
+            "model's parameters reordered?"
         )
-    return value.detach().to(device=parameter.device, dtype=_STATE_DTYPES[name], copy=True)
+    if not value.is_floating_point() or (name == REMAINDER and value.dtype is not dtype):
+        wanted = str(dtype).removeprefix("torch.") if name == REMAINDER else "floating-point"
+        raise InvalidState(f"{what} must be {wanted}, got {value.dtype}")
+    copied = value.detach().to(device=parameter.device, dtype=dtype, copy=True)
+    if copied.stride() == parameter.stride():
+        return copied
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(copied)
