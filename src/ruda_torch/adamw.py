@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ruda_optim.fused_adamw import AdamWOptions, GradientGuardOptions, InvalidOption
+from ruda_optim.fused_adamw import AdamWOptions, GradientGuardOptions, InvalidOption, InvalidState
 
-from . import checkpoint
+from . import checkpoint, compiled
 from .fused import FusedStep, Settings, StepReport
 from .members import check_parameter_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from torch.optim.optimizer import ParamsT, StateDict
@@ -119,6 +120,8 @@ class AdamW(torch.optim.AdamW):
         self._last = _NO_STEP
         self._last_group_norms: tuple[float, ...] | None = None
         self._skipped_steps = 0
+        self._number = compiled.register(self)
+        self._parameters = [parameter for group in getattr(self, "param_groups", ()) for parameter in group["params"]]
 
     def _announce_scaling(self) -> None:
         """Tell torch.amp.GradScaler that step() takes grad_scale and found_inf and does not want unscaled gradients."""
@@ -192,6 +195,7 @@ class AdamW(torch.optim.AdamW):
                         f"parameter {index} of group {number}", parameter, split_master=self._settings.split_master
                     )
         super().add_param_group(param_group)
+        self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
@@ -212,13 +216,46 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            self._last_group_norms = None
-            self._last = self._engine.run(
-                self.param_groups, self.state, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            )
-            self._skipped_steps += self._last.skipped
+        if torch.compiler.is_compiling():
+            with torch.no_grad():
+                compiled.step(self._number, self._parameters)
+        else:
+            self._run()
         return loss
+
+    @torch.no_grad()
+    def _run(self, gradients: list[Tensor | None] | None = None, targets: list[Tensor] | None = None) -> None:
+        self._last_group_norms = None
+        self._last = self._engine.run(
+            self.param_groups,
+            self.state,
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", None),
+            gradients,
+            targets,
+        )
+        self._skipped_steps += self._last.skipped
+
+    def run_compiled(self, positions: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Run the step that a compiled graph contains; see :mod:`ruda_torch.compiled`. Not for direct use.
+
+        Args:
+            positions: which parameters of all groups are active.
+            params, grads: their memory and their gradients, possibly the graph's copies.
+        """
+        everything = [parameter for group in self.param_groups for parameter in group["params"]]
+        if len(everything) != len(self._parameters) or not all(map(is_, everything, self._parameters)):
+            raise InvalidState(
+                "the parameter groups changed after the step was compiled; call torch.compiler.reset() and compile "
+                "again"
+            )
+        gradients: list[Tensor | None] = [None] * len(everything)
+        targets = [parameter.detach() for parameter in everything]
+        for position, param, grad in zip(positions, params, grads, strict=True):
+            gradients[position] = grad
+            targets[position] = param.detach()
+        own = all(t.data_ptr() == p.data_ptr() for t, p in zip(targets, everything, strict=True))
+        self._run(gradients, None if own else targets)
 
     # ---- saving and loading ------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from ruda_optim.fused_adamw.storage import StatisticsWorkspace
 
+    from .members import Member
     from .plan import Part
 
 CLIP_EPSILON = 1e-6
@@ -94,6 +96,8 @@ class FusedStep:
         state: dict[Tensor, dict[str, Any]],
         grad_scale: Tensor | float | None,
         found_inf: Tensor | float | None,
+        gradients: list[Tensor | None] | None = None,
+        targets: list[Tensor] | None = None,
     ) -> StepReport:
         """One step over all groups.
 
@@ -102,6 +106,8 @@ class FusedStep:
             state: the optimizer's state; new entries appear after the update was launched.
             grad_scale: what the gradients were multiplied by; None means they are unscaled already.
             found_inf: above 0 means that somebody saw a non-finite gradient; the step is skipped.
+            gradients: one per parameter of all groups, or None for the parameters' own ``.grad``.
+            targets: memory that stands in for the parameters (a compiled graph may pass copies); None for their own.
         """
         control = StepControl(gradient_scale=1.0 if grad_scale is None else float(grad_scale))
         options = [self._group_options(number, group) for number, group in enumerate(groups)]
@@ -109,19 +115,20 @@ class FusedStep:
             return StepReport(skipped=True, grad_norm=math.inf, clip_factor=1.0, groups=len(groups))
 
         everything = [parameter for group in groups for parameter in group["params"]]
-        all_gradients = [parameter.grad for parameter in everything]
-        active = [gradient is not None for gradient in all_gradients]
-        if all(active):
-            parameters, gradients = everything, all_gradients
-        else:
-            parameters = [p for p, used in zip(everything, active, strict=True) if used]
-            gradients = [gradient for gradient in all_gradients if gradient is not None]
+        if gradients is None:
+            gradients = [parameter.grad for parameter in everything]
+        active = [gradient is not None for gradient in gradients]
+        parameters = everything if all(active) else list(compress(everything, active))
         key = (bytes(active), *((len(group["params"]), group["amsgrad"]) for group in groups))
 
-        plan = self._cache.find(key, parameters, state)
-        bound = None if plan is None else self._bind(plan, gradients)
-        if plan is None or bound is None:
-            return self._first_run(key, groups, state, options, control)
+        plan = None if targets is not None else self._cache.find(key, parameters, state)
+        if plan is None or not self._bind(plan, [gradient for gradient in gradients if gradient is not None]):
+            members, parts = collect(groups, state, gradients, targets, split_master=self._settings.split_master)
+            report, plan = self._first_run(members, parts, state, options, control)
+            if plan is not None and targets is None:
+                plan.remember(state)
+                self._cache.keep(key, plan)
+            return report
         report = self._analyze(plan.parts, len(groups), control)
         if not report.skipped:
             self._update(plan, state, options, control, report.clip_factor)
@@ -129,20 +136,19 @@ class FusedStep:
 
     def _first_run(
         self,
-        key: Any,
-        groups: list[dict[str, Any]],
+        members: list[Member],
+        gradients: list[Tensor],
         state: dict[Tensor, dict[str, Any]],
         options: list[AdamWOptions],
         control: StepControl,
-    ) -> StepReport:
-        """A step whose tensors are new: check them, decide, and only then allocate what their state lacks."""
-        members, gradients = collect(groups, state, split_master=self._settings.split_master)
+    ) -> tuple[StepReport, StepPlan | None]:
+        """A step whose (checked) tensors are new: decide, and only then allocate what their state lacks."""
         parts = split(members, [storage.TensorMemory(gradient) for gradient in gradients])
         for part in parts:
             storage.select(part.table.device)  # raises where the device's kernels cannot run
-        report = self._analyze(parts, len(groups), control)
+        report = self._analyze(parts, len(options), control)
         if report.skipped:
-            return report
+            return report, None
         for member in members:
             member.allocate(split_master=self._settings.split_master)
         plan = StepPlan(members, gradients)
@@ -150,16 +156,15 @@ class FusedStep:
         for member in members:
             if member.created:
                 state.setdefault(member.parameter, {}).update(member.created)
-        plan.remember(state)
-        self._cache.keep(key, plan)
-        return report
+        return report, plan
 
-    def _bind(self, plan: StepPlan, gradients: list[Tensor]) -> StepPlan | None:
+    def _bind(self, plan: StepPlan, gradients: list[Tensor]) -> bool:
+        """Point the plan's tables at this step's gradients; False if the plan is out of date."""
         for part in plan.parts:
             own = gradients if len(part.positions) == len(gradients) else [gradients[i] for i in part.positions]
             if not part.bind(own):
-                return None
-        return plan
+                return False
+        return True
 
     def _analyze(self, parts: list[Part], groups: int, control: StepControl) -> StepReport:
         """The statistics pass over all parts, one read per device, and the decision for the whole step."""

@@ -31,10 +31,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 @dataclass
 class Member:
-    """One parameter with a gradient. ``state`` is what the optimizer holds, empty before the first update."""
+    """One parameter with a gradient.
+
+    ``state`` is what the optimizer holds, empty before the first update. ``target`` is the memory that the step reads
+    and writes: the parameter itself, or the stand-in that a compiled graph passes for it.
+    """
 
     where: str
     parameter: Tensor
+    target: Tensor
     group: int
     amsgrad: bool
     state: dict[str, Any]
@@ -51,7 +56,7 @@ class Member:
 
     def allocate(self, *, split_master: bool) -> None:
         """Allocate what the state lacks, into ``created``: nothing the optimizer holds changes yet."""
-        parameter, new = self.parameter, self.created
+        parameter, new = self.target, self.created
         if not self.state:
             new["step"] = torch.zeros((), dtype=torch.float32)
             empty = sharding.local(parameter).numel() == 0
@@ -69,7 +74,7 @@ class Member:
 
     def memory(self, gradient: Tensor) -> TensorMemory:
         """The launch description of this member; everything it needs has been checked and allocated."""
-        parameter = sharding.local(self.parameter.detach())
+        parameter = sharding.local(self.target)
         half = parameter.dtype is not torch.float32
         split = half and self.local(REMAINDER) is not None
         return TensorMemory(
@@ -86,20 +91,33 @@ class Member:
 
 
 def collect(
-    groups: Sequence[dict[str, Any]], state: dict[Tensor, dict[str, Any]], *, split_master: bool
+    groups: Sequence[dict[str, Any]],
+    state: dict[Tensor, dict[str, Any]],
+    gradients: Sequence[Tensor | None],
+    targets: Sequence[Tensor] | None,
+    *,
+    split_master: bool,
 ) -> tuple[list[Member], list[Tensor]]:
     """The members of this step and their gradients (this rank's part), all of them checked.
+
+    Args:
+        groups, state: the optimizer's.
+        gradients: one per parameter of all groups, None for those that stay out of this step.
+        targets: stand-ins for the parameters, in the same order; None for the parameters themselves.
+        split_master: whether BF16 parameters keep a split master.
 
     Raises:
         InvalidTensor, ShapeMismatch, DifferentDevice, InvalidState: what is wrong, with group and index.
     """
     members: list[Member] = []
-    gradients: list[Tensor] = []
+    parts: list[Tensor] = []
     seen: set[int] = set()
+    position = -1
     for number, group in enumerate(groups):
         names = group.get("param_names")
         for index, parameter in enumerate(group["params"]):
-            gradient = parameter.grad
+            position += 1
+            gradient = gradients[position]
             if gradient is None:
                 continue
             where = f"parameter {index} of group {number}"
@@ -108,17 +126,18 @@ def collect(
             if id(parameter) in seen:
                 raise InvalidTensor(f"{where} appears twice; an optimizer updates each parameter once per step")
             seen.add(id(parameter))
-            member = Member(where, parameter, number, bool(group["amsgrad"]), state.get(parameter, {}))
-            gradients.append(check_gradient(where, parameter, gradient))
-            _check_parameter(where, parameter)
+            target = parameter.detach() if targets is None else targets[position]
+            member = Member(where, parameter, target, number, bool(group["amsgrad"]), state.get(parameter, {}))
+            parts.append(check_gradient(where, parameter, gradient))
+            _check_parameter(where, target)
             _check_state(member, split_master=split_master)
             members.append(member)
-    return members, gradients
+    return members, parts
 
 
 def _check_parameter(where: str, parameter: Tensor) -> None:
     check_parameter_dtype(where, parameter)
-    local = sharding.local(parameter.detach())
+    local = sharding.local(parameter)
     if local.layout is not torch.strided or local.is_neg():
         raise InvalidTensor(f"{where} must be a dense tensor, got layout {local.layout}")
     if overlaps(local):
@@ -187,7 +206,7 @@ def _check_state(member: Member, *, split_master: bool) -> None:
     if not split_master and REMAINDER in state:
         raise InvalidState(f"the state of {where} holds a split master; use split_master=True for this checkpoint")
     parameter = member.parameter
-    local = sharding.local(parameter.detach())
+    local = sharding.local(parameter)
     wanted = [(key, torch.float32) for key in member.moments]
     if parameter.dtype is not torch.float32:
         wanted += [(MASTER, torch.float32), (REMAINDER, torch.bfloat16)]

@@ -48,7 +48,7 @@ class Part:
         self.members = members
         self.positions = positions
         self.table = LaunchTable(memories, memories[0].gradient.device)
-        self.parameters = [sharding.local(member.parameter.detach()) for member in members]
+        self.parameters = [sharding.local(member.target) for member in members]
         self.groups = torch.tensor([member.group for member in members], dtype=torch.int64)
         self.pairs = torch.empty((len(members), 2), dtype=torch.int64)
         self._group_rows: dict[int, dict[int, tuple[int, int]]] = {}
