@@ -1,8 +1,8 @@
 """How the Triton kernels are launched: tables, block maps, compiled kernels, the PTX version. No arithmetic on tensors.
 
-A kernel is compiled once per device and specialization and launched through the compiled object, past Triton's argument
-inspection; no argument's value is part of a specialization, so neither a new learning rate nor another number of tensors
-compiles anything.
+A kernel is compiled once per device and specialization and launched through the compiled object, past Triton's
+argument inspection; no argument's value is part of a specialization, so neither a new learning rate nor another number
+of tensors compiles anything.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Functions:
 
 @dataclass(frozen=True)
 class Specialization:
-    """What a kernel is compiled for: the values of its ``constexpr`` parameters, and the options of Triton's compiler."""
+    """What a kernel is compiled for: the values of its ``constexpr`` parameters, and the threads of a program."""
 
     constants: tuple[tuple[str, int], ...]
     threads: int = THREADS
@@ -296,7 +296,8 @@ def kernels(functions: Functions, simulate: bool) -> Kernels:
         with _on_device(table.device):
             copy = device_table(table)
             has_report = int(report is not None)
-            memory = (copy.fields, hyperparameters, decision if report is None else report, coefficients, decision)
+            # Without a report the kernel reads three numbers all the same and ignores them.
+            memory = (copy.fields, hyperparameters, coefficients if report is None else report, coefficients, decision)
             launch(functions.decide, DECIDE, -(-count // DECIDE_BLOCK), *memory, count, has_report, simulate=simulate)
 
     return Kernels(

@@ -1,0 +1,201 @@
+"""What the Triton kernels share: table entries, loads and stores, half types, strided walks. No arithmetic of a step.
+
+Every pointer comes out of the launch table. An access becomes a 128-bit one only if the scalar pointer is declared a
+multiple of 16 bytes and the access has no elementwise mask. BF16 is read and written as int16: the interpreter
+truncates BF16 stores, and the integer form costs less than the memory it waits for.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tables import Field, Flag
+
+# Rows of LaunchTable.fields and bits of its flags: Triton reads a global only if it is a constexpr.
+PARAM = tl.constexpr(int(Field.PARAM))
+PARAM_OUT = tl.constexpr(int(Field.PARAM_OUT))
+GRAD = tl.constexpr(int(Field.GRAD))
+EXP_AVG = tl.constexpr(int(Field.EXP_AVG))
+EXP_AVG_OUT = tl.constexpr(int(Field.EXP_AVG_OUT))
+EXP_AVG_SQ = tl.constexpr(int(Field.EXP_AVG_SQ))
+EXP_AVG_SQ_OUT = tl.constexpr(int(Field.EXP_AVG_SQ_OUT))
+MAX_EXP_AVG_SQ = tl.constexpr(int(Field.MAX_EXP_AVG_SQ))
+MAX_EXP_AVG_SQ_OUT = tl.constexpr(int(Field.MAX_EXP_AVG_SQ_OUT))
+COPY = tl.constexpr(int(Field.COPY))
+REMAINDER = tl.constexpr(int(Field.REMAINDER))
+NUMEL = tl.constexpr(int(Field.NUMEL))
+FLAGS = tl.constexpr(int(Field.FLAGS))
+COEFFICIENTS = tl.constexpr(int(Field.COEFFICIENTS))
+LAYOUT = tl.constexpr(int(Field.LAYOUT))
+STEP = tl.constexpr(int(Field.STEP))
+
+GRAD_FP16 = tl.constexpr(int(Flag.GRAD_FP16))
+GRAD_BF16 = tl.constexpr(int(Flag.GRAD_BF16))
+COPY_FP16 = tl.constexpr(int(Flag.COPY_FP16))
+COPY_BF16 = tl.constexpr(int(Flag.COPY_BF16))
+AMSGRAD = tl.constexpr(int(Flag.AMSGRAD))
+FIRST = tl.constexpr(int(Flag.FIRST))
+SPLIT = tl.constexpr(int(Flag.SPLIT))
+STRIDED = tl.constexpr(int(Flag.STRIDED))
+ALIGNED = tl.constexpr(int(Flag.ALIGNED))
+
+INFINITY = tl.constexpr(float("inf"))
+ABS_MASK = tl.constexpr(0x7FFFFFFF)
+INFINITY_BITS = tl.constexpr(0x7F800000)  # NaN > infinity > every finite magnitude, compared as integers
+
+
+@triton.jit
+def read_entry(fields, row: tl.constexpr, n, tensor):
+    """One number of the launch table."""
+    return tl.load(fields + n * row + tensor)
+
+
+@triton.jit
+def typed_pointer(address, TYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """VECTOR promises that the address is a multiple of 16 bytes. Triton forgets the promise if it is made about an
+    integer, or about an argument of a function."""
+    pointer = address.to(tl.pointer_type(TYPE))
+    if VECTOR:
+        return tl.multiple_of(pointer, 16)
+    else:
+        return pointer
+
+
+@triton.jit
+def gradient_pointer(address, KIND: tl.constexpr, VECTOR: tl.constexpr):
+    """The gradient's typed pointer; BF16 as int16."""
+    if GRAD_FP16 & KIND:
+        return typed_pointer(address, tl.float16, VECTOR)
+    elif GRAD_BF16 & KIND:
+        return typed_pointer(address, tl.int16, VECTOR)
+    else:
+        return typed_pointer(address, tl.float32, VECTOR)
+
+
+@triton.jit
+def read(pointer, offsets, mask, VECTOR: tl.constexpr):
+    """Elements at ``offsets``. VECTOR: nothing is masked off."""
+    if VECTOR:
+        return tl.load(pointer + offsets)
+    else:
+        return tl.load(pointer + offsets, mask=mask, other=0)
+
+
+@triton.jit
+def read_moment(pointer, offsets, mask, first, VECTOR: tl.constexpr):
+    """As read; zeros, without a look at the memory, if ``first`` (one answer for the whole block) is not 0."""
+    # Compared after the broadcast: the interpreter takes no broadcast truth value for a mask.
+    present = tl.broadcast_to(first, offsets.shape) == 0
+    if VECTOR:
+        return tl.load(pointer + offsets, mask=present, other=0.0)
+    else:
+        return tl.load(pointer + offsets, mask=mask & present, other=0.0)
+
+
+@triton.jit
+def write(pointer, offsets, value, mask, VECTOR: tl.constexpr):
+    """Stores at ``offsets``. VECTOR: nothing is masked off."""
+    if VECTOR:
+        tl.store(pointer + offsets, value)
+    else:
+        tl.store(pointer + offsets, value, mask=mask)
+
+
+@triton.jit
+def float_bits(x):
+    """The bits of FP32 numbers."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def bits_float(bits):
+    """The FP32 numbers of these bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def float_from_bf16(half):
+    """Exact."""
+    return bits_float(half.to(tl.int32) << 16)
+
+
+@triton.jit
+def bf16_from_float(x):
+    """To nearest, ties to even; a NaN becomes 0x7fc0."""
+    bits = float_bits(x)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & ABS_MASK) > INFINITY_BITS, 0x7FC0, rounded).to(tl.int16)
+
+
+@triton.jit
+def join_master(high, low):
+    """The FP32 value of a split master: csrc/half.h says how it was split."""
+    bits = (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
+    return bits_float(bits - ((bits & 0x8000) << 1))
+
+
+@triton.jit
+def read_gradient(pointer, offsets, mask, KIND: tl.constexpr, VECTOR: tl.constexpr):
+    """Stored gradient values as FP32, exact."""
+    stored = read(pointer, offsets, mask, VECTOR)
+    if GRAD_BF16 & KIND:
+        return float_from_bf16(stored)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def strided_offset(layout, index, ROLE: tl.constexpr):
+    """Element offsets of one role for flat element numbers: tables.describe_layout says what a record holds."""
+    dimensions = tl.load(layout).to(tl.int32)
+    rest = index
+    offset = tl.zeros_like(index)
+    for k in range(dimensions):
+        d = dimensions - 1 - k
+        size = tl.load(layout + 1 + d)
+        stride = tl.load(layout + 1 + dimensions * (1 + ROLE) + d)
+        offset += rest % size * stride
+        rest = rest // size
+    return offset
+
+
+@triton.jit
+def read_addresses(fields, n, tensor):
+    """The addresses of a tensor's memory, indexed by Field."""
+    return (
+        read_entry(fields, PARAM, n, tensor),
+        read_entry(fields, PARAM_OUT, n, tensor),
+        read_entry(fields, GRAD, n, tensor),
+        read_entry(fields, EXP_AVG, n, tensor),
+        read_entry(fields, EXP_AVG_OUT, n, tensor),
+        read_entry(fields, EXP_AVG_SQ, n, tensor),
+        read_entry(fields, EXP_AVG_SQ_OUT, n, tensor),
+        read_entry(fields, MAX_EXP_AVG_SQ, n, tensor),
+        read_entry(fields, MAX_EXP_AVG_SQ_OUT, n, tensor),
+        read_entry(fields, COPY, n, tensor),
+        read_entry(fields, REMAINDER, n, tensor),
+    )
+
+
+@triton.jit
+def read_coefficients(c):
+    """A row of the coefficient table."""
+    return (
+        tl.load(c),
+        tl.load(c + 1),
+        tl.load(c + 2),
+        tl.load(c + 3),
+        tl.load(c + 4),
+        tl.load(c + 5),
+        tl.load(c + 6),
+        tl.load(c + 7),
+    )
+
+
+@triton.jit
+def block_of_program(blocks, first):
+    """(tensor, chunk) of this program."""
+    entry = tl.load(blocks + first + tl.program_id(0))
+    tensor = entry >> 32
+    return tensor, entry - (tensor << 32)
