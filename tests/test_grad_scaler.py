@@ -240,7 +240,7 @@ def test_misuse_is_refused_as_by_torch():
 @scalers
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_gradients_need_no_unscale(scaler_class, dtype):
-    """torch refuses to unscale FP16 gradients in place; the fused step unscales them in FP32 and clips."""
+    """Torch refuses to unscale FP16 gradients in place; the fused step unscales them in FP32 and clips."""
     parameter, optimizer = make(dtype=dtype, max_grad_norm=1.0)
     scaler = scaler_class("cpu", init_scale=1024.0)
     backward(scaler, parameter, GRADIENT.to(dtype))
