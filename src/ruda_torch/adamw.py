@@ -12,6 +12,7 @@ import torch
 from ruda_optim.fused_adamw import AdamWOptions, GradientGuardOptions, InvalidOption, InvalidState
 
 from . import checkpoint, compiled
+from .capturable import CapturableStep, CapturedReport
 from .fused import FusedStep, Settings, StepReport
 from .members import check_parameter_dtype
 
@@ -40,7 +41,9 @@ class AdamW(torch.optim.AdamW):
         amsgrad: divide by the running maximum of the uncorrected second moment. Default False.
         maximize: climb instead of descend. Default False.
         foreach, fused, differentiable: torch's, for ``fused_step=False`` only.
-        capturable: torch's with ``fused_step=False``.
+        capturable: with ``fused_step=True``: nothing is read on the host during a step, so that a CUDA graph may
+            capture it; step counters and the decision to skip or clip live on the device, and ``last_*`` wait for it
+            when they are read. Needs parameters on one accelerator. Default False.
         fused_step: use the fused kernels. What they cannot do raises; nothing falls back. Default False.
         hierarchical_stats: merge gradient statistics in stages with bounded scratch (needs ``fused_step``). Recommended
             on accelerators. Default False.
@@ -93,11 +96,10 @@ class AdamW(torch.optim.AdamW):
                     raise InvalidOption(
                         f"{name}={value!r} chooses one of torch's steps; leave it out with fused_step=True"
                     )
-            if capturable:
-                raise InvalidOption("capturable=True is not available with fused_step=True yet; leave it out")
             betas = _float_betas(betas)
             _check_group(0, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._fused_step = bool(fused_step)
+        self._capturable = bool(capturable)
         self._settings = settings
         self._start()
         super().__init__(
@@ -116,12 +118,14 @@ class AdamW(torch.optim.AdamW):
         self._announce_scaling()
 
     def _start(self) -> None:
-        self._engine = FusedStep(self._settings)
-        self._last = _NO_STEP
+        self._engine = self._new_engine()
+        self._last: StepReport | CapturedReport = _NO_STEP
         self._last_group_norms: tuple[float, ...] | None = None
-        self._skipped_steps = 0
         self._number = compiled.register(self)
         self._parameters = [parameter for group in getattr(self, "param_groups", ()) for parameter in group["params"]]
+
+    def _new_engine(self, skipped_steps: int = 0) -> FusedStep:
+        return (CapturableStep if self._capturable else FusedStep)(self._settings, skipped_steps)
 
     def _announce_scaling(self) -> None:
         """Tell torch.amp.GradScaler that step() takes grad_scale and found_inf and does not want unscaled gradients."""
@@ -149,7 +153,7 @@ class AdamW(torch.optim.AdamW):
         settings = replace(self._settings, max_grad_norm=value)
         _check_settings(settings, fused_step=self._fused_step)
         self._settings = settings
-        self._engine = FusedStep(settings)
+        self._engine = self._new_engine(self._engine.skipped_steps)
 
     # ---- what the last step did --------------------------------------------------------------------------------------
 
@@ -173,7 +177,7 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def skipped_steps(self) -> int:
-        return self._skipped_steps
+        return self._engine.skipped_steps
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -234,7 +238,6 @@ class AdamW(torch.optim.AdamW):
             gradients,
             targets,
         )
-        self._skipped_steps += self._last.skipped
 
     def run_compiled(self, positions: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Run the step that a compiled graph contains; see :mod:`ruda_torch.compiled`. Not for direct use.
@@ -280,14 +283,17 @@ class AdamW(torch.optim.AdamW):
         if not self._fused_step:
             super().load_state_dict(state_dict)
             return
-        settings = checkpoint.load(self, super().load_state_dict, state_dict)
-        self._settings = settings
-        self._engine = FusedStep(settings)
+        self._settings = checkpoint.load(self, super().load_state_dict, state_dict)
+        self._engine = self._new_engine(self._engine.skipped_steps)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
-            checkpoint.KEY: {"fused_step": self._fused_step, **asdict(self._settings)},
+            checkpoint.KEY: {
+                "fused_step": self._fused_step,
+                "capturable": self._capturable,
+                **asdict(self._settings),
+            },
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -296,7 +302,7 @@ class AdamW(torch.optim.AdamW):
         super().__setstate__(state)
         if own is not None:  # unpickling or copying; load_state_dict passes groups and state alone
             own = dict(own)
-            self._fused_step = own.pop("fused_step")
+            self._fused_step, self._capturable = own.pop("fused_step"), own.pop("capturable")
             self._settings = Settings(**own)
             self._start()
             self._announce_scaling()

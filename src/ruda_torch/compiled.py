@@ -1,9 +1,9 @@
 """The fused step under ``torch.compile``: one operator in the graph, whatever the optimizer holds.
 
 Eager steps call the engine directly. Inside a compiled function the step becomes ``ruda_torch::adamw_step``, which
-names its optimizer by a number and receives the active parameters and their gradients; hyperparameters are read when it runs,
-so that a new learning rate compiles nothing anew. Moments and step counters belong to the optimizer alone: no other
-operator of the graph may touch them, and the graph does not mention them.
+names its optimizer by a number and receives the active parameters and their gradients; hyperparameters are read when
+it runs, so that a new learning rate compiles nothing anew. Moments and step counters belong to the optimizer alone:
+no other operator of the graph may touch them, and the graph does not mention them.
 """
 
 from __future__ import annotations

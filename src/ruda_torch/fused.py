@@ -79,16 +79,23 @@ def combined(reports: list[list[float]]) -> GradientStats:
 
 
 class FusedStep:
-    """Runs the fused step of one optimizer. Holds caches only, so an optimizer may drop it and make a new one."""
+    """Runs the fused step of one optimizer. Holds caches only, so an optimizer may drop it and make a new one.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        settings: the optimizer's own.
+        skipped_steps: where the count of skipped steps starts.
+    """
+
+    def __init__(self, settings: Settings, skipped_steps: int = 0) -> None:
         self._settings = settings
         self._cache = PlanCache(hierarchical=settings.hierarchical_stats)
         self._guard = GradientGuardOptions(max_norm=settings.max_grad_norm, epsilon=CLIP_EPSILON)
         self._options: dict[int, tuple[Any, AdamWOptions]] = {}
+        self._skipped_steps = skipped_steps
 
-    def forget_plans(self) -> None:
-        self._cache.forget()
+    @property
+    def skipped_steps(self) -> int:
+        return self._skipped_steps
 
     def run(
         self,
@@ -112,8 +119,30 @@ class FusedStep:
         control = StepControl(gradient_scale=1.0 if grad_scale is None else float(grad_scale))
         options = [self._group_options(number, group) for number, group in enumerate(groups)]
         if found_inf is not None and float(found_inf) > 0.0:
-            return StepReport(skipped=True, grad_norm=math.inf, clip_factor=1.0, groups=len(groups))
+            report = StepReport(skipped=True, grad_norm=math.inf, clip_factor=1.0, groups=len(groups))
+        else:
+            plan, key, gradients = self._find(groups, state, gradients, targets)
+            if plan is None:
+                members, parts = collect(groups, state, gradients, targets, split_master=self._settings.split_master)
+                report, plan = self._first_run(members, parts, state, options, control)
+                if plan is not None and targets is None:
+                    plan.remember(state)
+                    self._cache.keep(key, plan)
+            else:
+                report = self._analyze(plan.parts, len(groups), control)
+                if not report.skipped:
+                    self._update(plan, options, control, report.clip_factor)
+        self._skipped_steps += report.skipped
+        return report
 
+    def _find(
+        self,
+        groups: list[dict[str, Any]],
+        state: dict[Tensor, dict[str, Any]],
+        gradients: list[Tensor | None] | None,
+        targets: list[Tensor] | None,
+    ) -> tuple[StepPlan | None, Any, list[Tensor | None]]:
+        """A kept plan for these tensors, bound to their gradients, or None; a key to keep a new one; the gradients."""
         everything = [parameter for group in groups for parameter in group["params"]]
         if gradients is None:
             gradients = [parameter.grad for parameter in everything]
@@ -122,17 +151,9 @@ class FusedStep:
         key = (bytes(active), *((len(group["params"]), group["amsgrad"]) for group in groups))
 
         plan = None if targets is not None else self._cache.find(key, parameters, state)
-        if plan is None or not self._bind(plan, [gradient for gradient in gradients if gradient is not None]):
-            members, parts = collect(groups, state, gradients, targets, split_master=self._settings.split_master)
-            report, plan = self._first_run(members, parts, state, options, control)
-            if plan is not None and targets is None:
-                plan.remember(state)
-                self._cache.keep(key, plan)
-            return report
-        report = self._analyze(plan.parts, len(groups), control)
-        if not report.skipped:
-            self._update(plan, state, options, control, report.clip_factor)
-        return report
+        if plan is not None and not self._bind(plan, [gradient for gradient in gradients if gradient is not None]):
+            plan = None
+        return plan, key, gradients
 
     def _first_run(
         self,
@@ -152,10 +173,8 @@ class FusedStep:
         for member in members:
             member.allocate(split_master=self._settings.split_master)
         plan = StepPlan(members, gradients)
-        self._update(plan, state, options, control, report.clip_factor)
-        for member in members:
-            if member.created:
-                state.setdefault(member.parameter, {}).update(member.created)
+        self._update(plan, options, control, report.clip_factor)
+        plan.commit(state)
         return report, plan
 
     def _bind(self, plan: StepPlan, gradients: list[Tensor]) -> bool:
@@ -187,7 +206,6 @@ class FusedStep:
     def _update(
         self,
         plan: StepPlan,
-        state: dict[Tensor, dict[str, Any]],
         options: list[AdamWOptions],
         control: StepControl,
         clip_factor: float,

@@ -54,14 +54,17 @@ class Member:
         tensor = self.created.get(key, self.state.get(key))
         return None if tensor is None else sharding.local(tensor)
 
-    def allocate(self, *, split_master: bool) -> None:
-        """Allocate what the state lacks, into ``created``: nothing the optimizer holds changes yet."""
+    def allocate(self, *, split_master: bool, capturable: bool = False) -> None:
+        """Allocate what the state lacks, into ``created``: nothing the optimizer holds changes yet.
+
+        A capturable step does not know on the host whether it will update, so its moments start as zeros in memory.
+        """
         parameter, new = self.target, self.created
         if not self.state:
-            new["step"] = torch.zeros((), dtype=torch.float32)
+            new["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if capturable else "cpu")
             empty = sharding.local(parameter).numel() == 0
             # The first update writes every moment without reading it; only an empty tensor never gets one.
-            allocate = torch.zeros_like if empty else torch.empty_like
+            allocate = torch.zeros_like if empty or capturable else torch.empty_like
             for key in self.moments:
                 new[key] = allocate(parameter, dtype=torch.float32, requires_grad=False)
         if parameter.dtype is torch.float32:
@@ -72,7 +75,7 @@ class Member:
         elif MASTER not in self.state:
             new[MASTER] = parameter.detach().to(torch.float32)
 
-    def memory(self, gradient: Tensor) -> TensorMemory:
+    def memory(self, gradient: Tensor, *, capturable: bool = False) -> TensorMemory:
         """The launch description of this member; everything it needs has been checked and allocated."""
         parameter = sharding.local(self.target)
         half = parameter.dtype is not torch.float32
@@ -86,7 +89,7 @@ class Member:
             copy=parameter if half else None,
             remainder=self.local(REMAINDER) if split else None,
             step=self.created.get("step", self.state.get("step")),
-            first="exp_avg" in self.created,
+            first="exp_avg" in self.created and not capturable,
         )
 
 
@@ -97,6 +100,7 @@ def collect(
     targets: Sequence[Tensor] | None,
     *,
     split_master: bool,
+    capturable: bool = False,
 ) -> tuple[list[Member], list[Tensor]]:
     """The members of this step and their gradients (this rank's part), all of them checked.
 
@@ -105,6 +109,7 @@ def collect(
         gradients: one per parameter of all groups, None for those that stay out of this step.
         targets: stand-ins for the parameters, in the same order; None for the parameters themselves.
         split_master: whether BF16 parameters keep a split master.
+        capturable: step counters live on the parameters' device instead of the host.
 
     Raises:
         InvalidTensor, ShapeMismatch, DifferentDevice, InvalidState: what is wrong, with group and index.
@@ -130,7 +135,7 @@ def collect(
             member = Member(where, parameter, target, number, bool(group["amsgrad"]), state.get(parameter, {}))
             parts.append(check_gradient(where, parameter, gradient))
             _check_parameter(where, target)
-            _check_state(member, split_master=split_master)
+            _check_state(member, split_master=split_master, capturable=capturable)
             members.append(member)
     return members, parts
 
@@ -184,7 +189,7 @@ def check_gradient(where: str, parameter: Tensor, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _check_state(member: Member, *, split_master: bool) -> None:
+def _check_state(member: Member, *, split_master: bool, capturable: bool) -> None:
     state, where = member.state, member.where
     if not state:
         return
@@ -238,10 +243,11 @@ def _check_state(member: Member, *, split_master: bool) -> None:
                 f"{key} of {where} must not share memory between its elements, got strides {part.stride()}"
             )
     step = state["step"]
+    device = parameter.device if capturable else torch.device("cpu")
     if not (
-        isinstance(step, torch.Tensor) and step.dtype is torch.float32 and step.device.type == "cpu" and step.dim() == 0
+        isinstance(step, torch.Tensor) and step.dtype is torch.float32 and step.dim() == 0 and step.device == device
     ):
-        state["step"] = step_counter(where, step)
+        state["step"] = step_counter(where, step).to(device)
 
 
 def step_counter(where: str, step: object) -> Tensor:

@@ -86,20 +86,26 @@ class StepPlan:
     Args:
         members: checked, with their state allocated.
         gradients: one per member.
+        capturable: the device counts the steps.
     """
 
-    def __init__(self, members: list[Member], gradients: list[Tensor]) -> None:
+    def __init__(self, members: list[Member], gradients: list[Tensor], *, capturable: bool = False) -> None:
         self.members = members
         self.parameters = [member.parameter for member in members]
-        self.parts = split(
-            members, [member.memory(gradient) for member, gradient in zip(members, gradients, strict=True)]
-        )
+        pairs = zip(members, gradients, strict=True)
+        self.parts = split(members, [member.memory(gradient, capturable=capturable) for member, gradient in pairs])
         filled = {id(member) for part in self.parts for member in part.members}
         self.empty = [member for member in members if id(member) not in filled]
         self._states: list[dict[str, Any]] = []
         self._values: list[Any] = []
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
+
+    def commit(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        """Hand what was allocated over to the optimizer, now that it holds values."""
+        for member in self.members:
+            if member.created:
+                state.setdefault(member.parameter, {}).update(member.created)
 
     def remember(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Note the optimizer state that the tables point into; call it once the state holds what was allocated."""
