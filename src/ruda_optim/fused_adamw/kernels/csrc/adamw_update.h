@@ -85,9 +85,9 @@ RUDA_HD Element adamw_element(const Coefficients& c, const GradientFactors& f, f
   const float g = stored_gradient * f.inverse_scale * f.signed_clip;
   const float gg = g * g;
   e.m = lerp(e.m, g, c.one_minus_beta1);
-  // An overflowed second moment stays infinite instead of turning into inf - inf: the element stops moving, as it does
-  // in the literal form beta2 * v + (1 - beta2) * g * g.
-  e.v = e.v == infinity() ? e.v + gg : lerp(e.v, gg, c.one_minus_beta2);
+  // A square that overflows makes the second moment infinite, and there it stays, instead of turning into inf - inf: the
+  // element stops moving, as it does in the literal form beta2 * v + (1 - beta2) * g * g.
+  e.v = e.v == infinity() || gg == infinity() ? e.v + gg : lerp(e.v, gg, c.one_minus_beta2);
   float v_used = e.v;
   if (AMSGRAD) {
     // Not fmaxf: a NaN on either side must come through.
