@@ -131,7 +131,7 @@ def collect(
             if id(parameter) in seen:
                 raise InvalidTensor(f"{where} appears twice; an optimizer updates each parameter once per step")
             seen.add(id(parameter))
-            target = parameter.detach() if targets is None else targets[position]
+            target = parameter if targets is None else targets[position]
             member = Member(where, parameter, target, number, bool(group["amsgrad"]), state.get(parameter, {}))
             parts.append(check_gradient(where, parameter, gradient))
             _check_parameter(where, target)
