@@ -217,7 +217,7 @@ def contents_of(optimizer, p):
 
 
 def test_foreign_names_leave_the_order_alone():
-    """A wrapper's prefix, as data-parallel classes add it: as in torch, the position decides and the saved names stay."""
+    """A wrapper's prefix, as data-parallel classes add it: as in torch, position decides and saved names stay."""
     first = adamw([(f"module.{i}", p) for i, p in enumerate(model())])
     run(first, 1)
     second = adamw([(f"{i}", p) for i, p in enumerate(clones(first.param_groups[0]["params"]))])
