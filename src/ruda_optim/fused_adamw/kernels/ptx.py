@@ -63,7 +63,7 @@ from .ptx_memory import (
     read_entry,
     read_gradient,
     read_moment,
-    strided_offset,
+    strided_offsets,
     typed_pointer,
     write,
 )
@@ -87,8 +87,8 @@ def _adamw_element(c, inverse_scale, signed_clip, g, p, m, v, v_max, AMSGRAD: tl
     g = g * inverse_scale * signed_clip
     gg = g * g
     m = _lerp(m, g, c[2])
-    # An overflowed second moment stays infinite instead of turning into inf - inf.
-    v = tl.where(v == INFINITY, v + gg, _lerp(v, gg, c[3]))
+    # A square that overflows makes v infinite, and there it stays, instead of turning into inf - inf.
+    v = tl.where((v == INFINITY) | (gg == INFINITY), v + gg, _lerp(v, gg, c[3]))
     if AMSGRAD:
         # Not a maximum instruction: a NaN on either side must come through.
         v_max = tl.where((v > v_max) | (v != v), v, v_max)
@@ -106,45 +106,23 @@ def _update_block(
 ):
     """Loads, updates and stores the elements ``base + offsets`` of one tensor; ``a``: its addresses by Field."""
     if STRIDED & KIND:
-        index = base + offsets
-        at_g = strided_offset(layout, index, 1)
-        at_m = strided_offset(layout, index, 2)
-        at_v = strided_offset(layout, index, 3)
+        at_p, at_g, at_m, at_v, at_x, at_copy, at_low = strided_offsets(layout, base + offsets, KIND)
         start = base * 0
     else:
-        at_g = offsets
-        at_m = offsets
-        at_v = offsets
+        at_p, at_g, at_m, at_v, at_x, at_copy, at_low = offsets, offsets, offsets, offsets, offsets, offsets, offsets
         start = base
     g = read_gradient(gradient_pointer(a[GRAD], KIND, VECTOR) + start, at_g, mask, KIND, VECTOR)
     m = read_moment(typed_pointer(a[EXP_AVG], tl.float32, VECTOR) + start, at_m, mask, first, VECTOR)
     v = read_moment(typed_pointer(a[EXP_AVG_SQ], tl.float32, VECTOR) + start, at_v, mask, first, VECTOR)
     if AMSGRAD & KIND:
-        if STRIDED & KIND:
-            at_x = strided_offset(layout, index, 4)
-        else:
-            at_x = offsets
         v_max = read_moment(typed_pointer(a[MAX_EXP_AVG_SQ], tl.float32, VECTOR) + start, at_x, mask, first, VECTOR)
     else:
         v_max = v
-    if (COPY_FP16 | COPY_BF16) & KIND:
-        if STRIDED & KIND:
-            at_c = strided_offset(layout, index, 5)
-        else:
-            at_c = offsets
     if SPLIT & KIND:
-        if STRIDED & KIND:
-            at_low = strided_offset(layout, index, 6)
-        else:
-            at_low = offsets
         high = typed_pointer(a[COPY], tl.int16, VECTOR) + start
         low = typed_pointer(a[REMAINDER], tl.int16, VECTOR) + start
-        p = join_master(read(high, at_c, mask, VECTOR), read(low, at_low, mask, VECTOR))
+        p = join_master(read(high, at_copy, mask, VECTOR), read(low, at_low, mask, VECTOR))
     else:
-        if STRIDED & KIND:
-            at_p = strided_offset(layout, index, 0)
-        else:
-            at_p = offsets
         p = read(typed_pointer(a[PARAM], tl.float32, VECTOR) + start, at_p, mask, VECTOR)
 
     p, m, v, v_max = _adamw_element(c, inverse_scale, signed_clip, g, p, m, v, v_max, (AMSGRAD & KIND) != 0)
@@ -156,15 +134,15 @@ def _update_block(
     if SPLIT & KIND:
         bits = float_bits(p)
         bits = tl.where((bits & ABS_MASK) > INFINITY_BITS, 0x7FC00000, bits)
-        write(high, at_c, ((bits + 0x8000) >> 16).to(tl.int16), mask, VECTOR)
+        write(high, at_copy, ((bits + 0x8000) >> 16).to(tl.int16), mask, VECTOR)
         write(low, at_low, bits.to(tl.int16), mask, VECTOR)
     else:
         write(typed_pointer(a[PARAM_OUT], tl.float32, VECTOR) + start, at_p, p, mask, VECTOR)
         if COPY_FP16 & KIND:
             half = typed_pointer(a[COPY], tl.float16, VECTOR) + start
-            write(half, at_c, p.to(tl.float16), mask, VECTOR)
+            write(half, at_copy, p.to(tl.float16), mask, VECTOR)
         elif COPY_BF16 & KIND:
-            write(typed_pointer(a[COPY], tl.int16, VECTOR) + start, at_c, bf16_from_float(p), mask, VECTOR)
+            write(typed_pointer(a[COPY], tl.int16, VECTOR) + start, at_copy, bf16_from_float(p), mask, VECTOR)
 
 
 _UPDATE_ARGUMENTS = ["fields", "layouts", "blocks", "coefficients", "decision"]
@@ -274,7 +252,7 @@ def decide_kernel(fields, hyperparameters, report, coefficients, decision, n, ha
 
 # ---- the backend -----------------------------------------------------------------------------------------------------
 
-_FUNCTIONS = ptx_launch.Functions(update_kernel, analyze_kernel, merge_kernel, decide_kernel)
+FUNCTIONS = ptx_launch.Functions(update_kernel, analyze_kernel, merge_kernel, decide_kernel)
 
 
 def unavailable() -> str | None:
@@ -283,7 +261,7 @@ def unavailable() -> str | None:
         return "this PyTorch was built without CUDA and without ROCm; install one for your GPU (pytorch.org)"
     if torch.cuda.device_count() == 0:
         return "no CUDA or ROCm device is visible; check the driver and CUDA_VISIBLE_DEVICES / HIP_VISIBLE_DEVICES"
-    if ptx_launch.interpreted(_FUNCTIONS):
+    if ptx_launch.interpreted(FUNCTIONS):
         return "TRITON_INTERPRET is set, and the interpreter is for tests; unset it to run on the device"
     return None
 
@@ -298,4 +276,4 @@ def kernels(simulate: bool = False) -> Kernels:
     Raises:
         RuntimeError: ``simulate`` does not fit what ``TRITON_INTERPRET`` was when Triton was imported.
     """
-    return ptx_launch.kernels(_FUNCTIONS, simulate)
+    return ptx_launch.kernels(FUNCTIONS, simulate)

@@ -146,18 +146,39 @@ def read_gradient(pointer, offsets, mask, KIND: tl.constexpr, VECTOR: tl.constex
 
 
 @triton.jit
-def strided_offset(layout, index, ROLE: tl.constexpr):
-    """Element offsets of one role for flat element numbers: tables.describe_layout says what a record holds."""
+def strided_offsets(layout, index, KIND: tl.constexpr):
+    """Element offsets of every role (tables.LAYOUT_ROLES) for flat element numbers; zeros for a role that KIND lacks.
+
+    ``layout`` is a record as tables.describe_layout builds it.
+    """
     dimensions = tl.load(layout).to(tl.int32)
+    strides = layout + 1 + dimensions
     rest = index
-    offset = tl.zeros_like(index)
+    parameter = tl.zeros_like(index)
+    gradient = tl.zeros_like(index)
+    exp_avg = tl.zeros_like(index)
+    exp_avg_sq = tl.zeros_like(index)
+    max_exp_avg_sq = tl.zeros_like(index)
+    copy = tl.zeros_like(index)
+    remainder = tl.zeros_like(index)
     for k in range(dimensions):
         d = dimensions - 1 - k
         size = tl.load(layout + 1 + d)
-        stride = tl.load(layout + 1 + dimensions * (1 + ROLE) + d)
-        offset += rest % size * stride
-        rest = rest // size
-    return offset
+        outer = rest // size
+        column = rest - outer * size
+        rest = outer
+        gradient += column * tl.load(strides + dimensions + d)
+        exp_avg += column * tl.load(strides + dimensions * 2 + d)
+        exp_avg_sq += column * tl.load(strides + dimensions * 3 + d)
+        if AMSGRAD & KIND:
+            max_exp_avg_sq += column * tl.load(strides + dimensions * 4 + d)
+        if (COPY_FP16 | COPY_BF16) & KIND:
+            copy += column * tl.load(strides + dimensions * 5 + d)
+        if SPLIT & KIND:
+            remainder += column * tl.load(strides + dimensions * 6 + d)
+        else:
+            parameter += column * tl.load(strides + d)
+    return parameter, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, copy, remainder
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from .ptx_memory import (
     gradient_pointer,
     read_entry,
     read_gradient,
-    strided_offset,
+    strided_offsets,
 )
 
 
@@ -98,7 +98,7 @@ def analyze_kernel(
     for b in range(done, count, TAIL):
         at = b + tl.arange(0, TAIL)
         if STRIDED & KIND:
-            x = read_gradient(gradient, strided_offset(layout, base + at, 1), at < count, KIND, False)
+            x = read_gradient(gradient, strided_offsets(layout, base + at, KIND)[1], at < count, KIND, False)
         else:
             x = read_gradient(gradient + base, at, at < count, KIND, False)
         largest, bad, frame, total = _add_block(largest, bad, frame, total, x * inverse_scale)
