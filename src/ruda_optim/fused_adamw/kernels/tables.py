@@ -105,6 +105,8 @@ class TensorMemory:
 
 def overlaps(tensor: Tensor) -> bool:
     """True if two elements may share memory, as in an expanded tensor (sufficient; exact for views by slicing)."""
+    if tensor.numel() == 0:
+        return False  # whatever its strides say
     reach = 0  # the farthest offset that the dimensions seen so far can produce
     for stride, size in sorted((st, si) for si, st in zip(tensor.shape, tensor.stride(), strict=True) if si > 1):
         if stride <= reach:
