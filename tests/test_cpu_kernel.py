@@ -16,42 +16,36 @@ import torch
 import kernel_runs
 from cases import (
     CASES,
-    DTYPES,
     U,
     as_array,
     check,
     compare,
     expected,
-    norm_relative_bound,
-    round_to,
-    stored_gradient,
     to_torch,
 )
-from kernel_runs import CPU, MOMENTS, Run, copies, gradient_rows, half_neighbourhood, join_bits, split_bits
-from ruda_optim.fused_adamw import AdamWOptions, StepCoefficients, StepControl, reference
-from ruda_optim.fused_adamw.kernels import cpu, tables
-from ruda_optim.fused_adamw.stats_plan import ROW_ELEMENTS
+from kernel_runs import (
+    CPU,
+    MOMENTS,
+    Run,
+    copies,
+    half_neighbourhood,
+    join_bits,
+    same_bits,
+    split_bits,
+)
+from ruda_optim.fused_adamw import AdamWOptions, reference
+from ruda_optim.fused_adamw.kernels import cpu
 from ruda_optim.fused_adamw.storage import (
     COEFFICIENTS,
-    Field,
-    Flag,
     LaunchTable,
     TensorMemory,
     adamw_scaled,
     coefficient_table,
-    merge_gradient_stats,
 )
 
 CSRC = pathlib.Path(cpu.__file__).parent / "csrc"
 TESTS = pathlib.Path(__file__).parent
 HALF = (torch.float16, torch.bfloat16)
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal bit for bit; every NaN is the same NaN."""
-    integer = {4: torch.int32, 2: torch.int16}[left.element_size()]
-    equal = left.contiguous().view(integer) == right.contiguous().view(integer)
-    return left.dtype is right.dtype and bool((equal | (left.isnan() & right.isnan())).all())
 
 
 # ------------------------------------------------------------------------------------------------- values and layouts
@@ -385,124 +379,3 @@ def test_unscaling_comes_before_clipping() -> None:
     table = LaunchTable([TensorMemory(gradient, parameter, first, second)], CPU)
     adamw_scaled(table, coefficient_table([AdamWOptions().prepare_step(0)]), 4.0, 0.125)
     assert (first == np.inf).all()
-
-
-# -------------------------------------------------------------------------------------------------- statistics
-
-# A partial sum adds the 16 squares of a block of 1024 that fall on it; between blocks and rows the sums are FP64.
-CHAIN = 16
-
-
-def report(rows: torch.Tensor) -> list[float]:
-    out = torch.empty(ROW_ELEMENTS)
-    merge_gradient_stats(rows, out)
-    return out.tolist()
-
-
-def check_statistics(gradients: list[np.ndarray], tensors: list[torch.Tensor], scale: float = 1.0) -> None:
-    control = StepControl(gradient_scale=scale)
-    want = reference.gradient_stats(gradients, scale)
-    bad, largest, sumsq = report(gradient_rows(tensors, control.inverse_scale))
-    assert bool(bad) != want.all_finite
-    # Unscaling: the reciprocal and the product. A product below FP32's normal range errs by half of 2^-149.
-    compare("largest", largest, want.max_finite_abs, 2 * U * want.max_finite_abs + 2.0**-150)
-    if want.all_finite:
-        norm = largest * np.sqrt(sumsq)
-        bound = norm_relative_bound(chain=CHAIN, levels=1) * want.total_norm + 2.0**-150 * np.sqrt(want.elements)
-        compare("norm", norm, want.total_norm, bound)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_statistics_of_every_case(case) -> None:
-    gradient = stored_gradient(case, 1)
-    check_statistics([gradient], [to_torch(gradient, case.gradient_dtype, case.gradient_layout)], case.gradient_scale)
-
-
-@pytest.mark.parametrize("exponent", [-44, -38, -30, -20, -12.5, 0, 12.5, 18, 30, 38])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_statistics_of_any_magnitude(dtype, exponent) -> None:
-    """Sums of squares relative to the largest magnitude: 1e-44 does not vanish and 3e38 does not overflow."""
-    random = np.random.default_rng(7)
-    gradients = []
-    for count in (1, 63, 64, 65, 1023, 1025, 70_001):
-        values = np.clip(random.uniform(-3.4, 3.4, count) * 10.0**exponent, -3.4e38, 3.4e38)
-        if dtype == "float16":
-            values = np.clip(values, -65504, 65504)
-        gradients.append(round_to(values, dtype))
-    check_statistics(gradients, [to_torch(gradient, dtype) for gradient in gradients])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_statistics_of_mixed_magnitudes(dtype) -> None:
-    random = np.random.default_rng(8)
-    count = 5000
-    for spread in (5, 20, 37):
-        values = random.standard_normal(count) * 10.0 ** random.uniform(-spread, min(spread, 37), count)
-        limit = 65504 if dtype == "float16" else 3e38
-        gradient = round_to(np.clip(values, -limit, limit), dtype)
-        check_statistics([gradient], [to_torch(gradient, dtype)])
-
-
-@pytest.mark.parametrize("place", [0, 15, 63, 64, 1023, 1024, 65535, 65536, 70_000])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_one_bad_element_anywhere_is_seen(value, place) -> None:
-    gradient = np.ones(70_001, dtype=np.float32)
-    gradient[place] = value
-    gradient[place - 1] = 5.0
-    for dtype in DTYPES:
-        bad, largest, sumsq = report(gradient_rows([to_torch(gradient, dtype)]))
-        assert (bad, largest) == (1.0, 5.0)
-        compare("sum over the finite", sumsq * 25, 69_999 + 25, 69_999 * (CHAIN + 3) * U)
-
-
-def test_a_finite_gradient_that_overflows_in_unscaling_is_bad() -> None:
-    gradient = torch.tensor([1.0, 3e38])
-    assert report(gradient_rows([gradient], 1.0))[0] == 0.0
-    assert report(gradient_rows([gradient], 2.0)) == [1.0, 2.0, 1.0]
-
-
-def test_zero_gradients_have_norm_zero() -> None:
-    assert report(gradient_rows([torch.zeros(3), -torch.zeros(70_000)])) == [0.0, 0.0, 0.0]
-
-
-# ------------------------------------------------------------------------------------------- numbers of the seam
-
-
-def enumerators(name: str) -> dict[str, int]:
-    """The enumerators of an enum in table.h, without their prefixes, as NAMES_LIKE_THIS."""
-    text = re.sub(r"//[^\n]*", "", (CSRC / "table.h").read_text(encoding="utf-8"))
-    body = re.search(rf"enum {name}\b[^{{]*{{([^}}]*)}}", text)[1]
-    found, following = {}, 0
-    for entry in filter(None, (part.strip() for part in body.split(","))):
-        label, _, value = (part.strip() for part in entry.partition("="))
-        following = int(value) if value else following
-        found[re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", label.removeprefix("k")).upper()] = following
-        following += 1
-    return found
-
-
-def test_fields_and_flags_have_the_same_numbers_in_python_and_c() -> None:
-    fields = enumerators("Field")
-    assert fields.pop("FIELDS") == len(Field)
-    fields["COEFFICIENTS"] = fields.pop("COEFFICIENT_ROW")
-    assert fields == {field.name: field.value for field in Field}
-    assert enumerators("Flag") == {flag.name: flag.value for flag in Flag}
-    roles = enumerators("Role")
-    assert roles.pop("ROLES") == len(tables.LAYOUT_ROLES)
-    named = {"parameter": "ROLE_PARAM", "gradient": "ROLE_GRAD"}
-    wanted = {named.get(role, f"ROLE_{role.upper()}"): index for index, role in enumerate(tables.LAYOUT_ROLES)}
-    assert roles == wanted
-
-
-def struct(header: str, name: str) -> tuple[list[str], int]:
-    """The members of a struct of floats, and the constant that follows it."""
-    text = re.sub(r"//[^\n]*", "", (CSRC / header).read_text(encoding="utf-8"))
-    body, size = re.search(rf"struct {name} {{([^}}]*)}};\s*constexpr int \w+ = (\d+);", text).groups()
-    return re.findall(r"float (\w+);", body), int(size)
-
-
-def test_rows_have_the_same_columns_in_python_and_c() -> None:
-    assert struct("adamw_update.h", "Coefficients") == (list(StepCoefficients._fields[:COEFFICIENTS]), COEFFICIENTS)
-    assert struct("gradient_stats.h", "StatsRow") == (["scale", "sumsq", "bad"], ROW_ELEMENTS)
-    row = gradient_rows([torch.tensor([-2.0, 1.0])])
-    assert as_array(row).tolist() == [[2.0, 1.25, 0.0]]
