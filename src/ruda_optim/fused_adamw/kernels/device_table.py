@@ -17,7 +17,7 @@ import functools
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -194,6 +194,16 @@ def _block_map(table: LaunchTable, chunk: int, mask: int, reverse: bool, capturi
     return built
 
 
+class _Room(NamedTuple):
+    """Where the values of a step with so many coefficients stand: views that are made once."""
+
+    staged: Tensor
+    numbers: Any  # staged, as a NumPy array: a number is written into it in a tenth of the time
+    values: Tensor
+    coefficients: Tensor
+    decision: Tensor
+
+
 class DeviceTable:
     """The device's copy of one :class:`~.tables.LaunchTable`. Get it with :func:`device_table`, before every launch.
 
@@ -212,7 +222,7 @@ class DeviceTable:
         self._revision: int | None = None
         self._blocks: dict[tuple[int, int, bool], BlockMap] = {}
         self._values = torch.empty(0, device=table.device)
-        self._staged_values = torch.zeros(0)
+        self._rooms: dict[int, _Room] = {}
         self.fields = torch.empty_like(table.fields, device=table.device)
         self.layouts = torch.empty_like(table.layouts, device=table.device)
         self._stream = _current_stream(table.device)
@@ -257,17 +267,23 @@ class DeviceTable:
             the next call.
         """
         count = coefficients.numel()
+        room = self._rooms.get(count)
+        if room is None:
+            room = self._rooms[count] = self._make_room(count)
+        room.numbers[1] = clip_factor
+        room.numbers[_DECISION:] = coefficients.numpy().reshape(-1)
+        self._upload(room.staged, room.values)
+        return room.coefficients, room.decision
+
+    def _make_room(self, count: int) -> _Room:
         if self._values.numel() < _DECISION + count:
             # Room for one row per tensor, so that this happens once.
             size = _DECISION + max(count, _COEFFICIENTS * self.fields.shape[1])
-            self._staged_values = torch.zeros(size)
             self._values = torch.empty(size, device=self.fields.device)
             self._keep(self._values)
-        staged, values = self._staged_values[: _DECISION + count], self._values[: _DECISION + count]
-        staged[1] = clip_factor
-        staged[_DECISION:] = coefficients.reshape(-1)
-        self._upload(staged, values)
-        return values[_DECISION:].view(-1, _COEFFICIENTS), values[:2]
+            self._rooms.clear()
+        staged, values = torch.zeros(_DECISION + count), self._values[: _DECISION + count]
+        return _Room(staged, staged.numpy(), values, values[_DECISION:].view(-1, _COEFFICIENTS), values[:2])
 
     def _upload_rows(self, table: LaunchTable, first: int, end: int) -> None:
         self._host[first:end] = table.fields[first:end]

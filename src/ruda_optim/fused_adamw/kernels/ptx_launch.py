@@ -8,6 +8,7 @@ of tensors compiles anything.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from dataclasses import dataclass
@@ -66,18 +67,21 @@ class Specialization:
         return {"num_warps": self.threads // warp_size, "enable_fp_fusion": False}
 
 
+@functools.cache
 def update_specialization(kind: int) -> Specialization:
     """The update of tensors whose ``flags & UPDATE_KIND`` is ``kind``."""
     tail = STRIDED_TAIL if kind & Flag.STRIDED else UPDATE_TAIL
     return Specialization((("KIND", kind), ("CHUNK", UPDATE_CHUNK), ("BLOCK", UPDATE_BLOCK), ("TAIL", tail)))
 
 
+@functools.cache
 def analyze_specialization(kind: int) -> Specialization:
     """The statistics of tensors whose ``flags & STATISTICS_KIND`` is ``kind``."""
     tail = STRIDED_TAIL if kind & Flag.STRIDED else STATISTICS_TAIL
     return Specialization((("KIND", kind), ("CHUNK", STATISTICS_CHUNK), ("BLOCK", STATISTICS_BLOCK), ("TAIL", tail)))
 
 
+@functools.cache
 def merge_specialization(report: bool) -> Specialization:
     """The merge of rows into rows, or into the final report."""
     return Specialization((("REPORT", int(report)), ("BLOCK", MERGE_BLOCK)))
