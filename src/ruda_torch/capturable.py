@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ruda_optim.fused_adamw import InvalidOption, storage
 
+from . import sharding
 from .fused import CLIP_EPSILON, FusedStep, Settings, StepReport
-from .members import collect
+from .members import collect, describe_position
 from .plan import StepPlan
 
 if TYPE_CHECKING:
@@ -100,8 +102,19 @@ class CapturableStep(FusedStep):
     ) -> StepReport | CapturedReport:
         """One step over all groups; see :meth:`FusedStep.run`. ``grad_scale`` and ``found_inf`` stay on the device."""
         rows = [self._hyperparameters(number, group) for number, group in enumerate(groups)]
-        plan, key, gradients = self._find(groups, state, gradients, targets)
+        everything = [parameter for group in groups for parameter in group["params"]]
+        if self._cache.follow(everything) is not None:
+            raise InvalidOption(
+                "capturable=True does not take sharded parameters (DTensor): the sum over ranks is read on the host; "
+                "leave it out"
+            )
+        if gradients is None:
+            gradients = [parameter.grad for parameter in everything]
+        plan, key = self._find(groups, state, gradients, targets)
         if plan is None:
+            sharding.check_not_replaced(
+                everything, gradients, partial(describe_position, groups), self._cache.in_modules
+            )
             split_master = self._settings.split_master
             members, parts = collect(groups, state, gradients, targets, split_master=split_master, capturable=True)
             devices = {gradient.device for gradient in parts}

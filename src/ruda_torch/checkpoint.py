@@ -10,6 +10,7 @@ import torch
 
 from ruda_optim.fused_adamw import GradientGuardOptions, InvalidOption, InvalidState, ShapeMismatch
 
+from . import sharding
 from .members import MASTER, MOMENTS, REMAINDER, step_counter
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _convert(what: str, name: str, value: Any, parameter: Tensor) -> Any:
     if not value.is_floating_point() or (name == REMAINDER and value.dtype is not dtype):
         wanted = str(dtype).removeprefix("torch.") if name == REMAINDER else "floating-point"
         raise InvalidState(f"{what} must be {wanted}, got {value.dtype}")
-    copied = value.detach().to(device=parameter.device, dtype=dtype, copy=True)
+    copied = sharding.placed_like(what, value.detach().to(device=parameter.device, dtype=dtype, copy=True), parameter)
     if copied.stride() == parameter.stride():
         return copied
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(copied)

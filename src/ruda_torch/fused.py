@@ -6,8 +6,9 @@ Nothing that the optimizer holds changes before every check has passed and the d
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import compress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,8 @@ from ruda_optim.fused_adamw import (
     storage,
 )
 
-from .members import collect
+from . import sharding
+from .members import collect, describe_position
 from .plan import PlanCache, StepPlan, split
 
 if TYPE_CHECKING:
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
     from ruda_optim.fused_adamw.storage import StatisticsWorkspace
 
-    from .members import Member
     from .plan import Part
 
 CLIP_EPSILON = 1e-6
@@ -55,9 +56,13 @@ class StepReport:
     clip_factor: float
     sources: list[tuple[StatisticsWorkspace, dict[int, tuple[int, int]]]] = field(default_factory=list)
     groups: int = 0
+    norms: tuple[float, ...] | None = None
+    """The group norms of sharded parameters: they travel with the sum over ranks, so that reading needs no other."""
 
     def group_norms(self) -> tuple[float, ...]:
         """The L2 norm of each group's gradients, after unscaling, before clipping; 0 for a group without gradients."""
+        if self.norms is not None:
+            return self.norms
         if not self.sources:
             return (math.nan,) * self.groups
         norms = []
@@ -66,6 +71,11 @@ class StepReport:
             norms.append(combined(reports).total_norm)
         self.sources = []
         return tuple(norms)
+
+
+def _skipped(groups: int) -> StepReport:
+    """The report of a step that ``found_inf`` called off before anybody looked at the gradients."""
+    return StepReport(skipped=True, grad_norm=math.inf, clip_factor=1.0, groups=groups)
 
 
 def combined(reports: list[list[float]]) -> GradientStats:
@@ -88,7 +98,8 @@ class FusedStep:
 
     def __init__(self, settings: Settings, skipped_steps: int = 0) -> None:
         self._settings = settings
-        self._cache = PlanCache(hierarchical=settings.hierarchical_stats)
+        self._guarded = settings.check_finite or settings.max_grad_norm is not None
+        self._cache = PlanCache(hierarchical=settings.hierarchical_stats, guarded=self._guarded)
         self._guard = GradientGuardOptions(max_norm=settings.max_grad_norm, epsilon=CLIP_EPSILON)
         self._options: dict[int, tuple[Any, AdamWOptions]] = {}
         self._skipped_steps = skipped_steps
@@ -116,22 +127,35 @@ class FusedStep:
             gradients: one per parameter of all groups, or None for the parameters' own ``.grad``.
             targets: memory that stands in for the parameters (a compiled graph may pass copies); None for their own.
         """
-        control = StepControl(gradient_scale=1.0 if grad_scale is None else float(grad_scale))
-        options = [self._group_options(number, group) for number, group in enumerate(groups)]
-        if found_inf is not None and float(found_inf) > 0.0:
-            report = StepReport(skipped=True, grad_norm=math.inf, clip_factor=1.0, groups=len(groups))
-        else:
-            plan, key, gradients = self._find(groups, state, gradients, targets)
-            if plan is None:
-                members, parts = collect(groups, state, gradients, targets, split_master=self._settings.split_master)
-                report, plan = self._first_run(members, parts, state, options, control)
-                if plan is not None and targets is None:
-                    plan.remember(state)
-                    self._cache.keep(key, plan)
+        everything = [parameter for group in groups for parameter in group["params"]]
+        ranks = self._cache.follow(everything)
+        if gradients is None:
+            gradients = [parameter.grad for parameter in everything]
+        summed = self._guarded or found_inf is not None
+        reduction = None if ranks is None else ranks.reduction(len(groups), enabled=summed)
+        with nullcontext() if reduction is None else reduction:
+            control = StepControl(gradient_scale=1.0 if grad_scale is None else float(grad_scale))
+            options = [self._group_options(number, group) for number, group in enumerate(groups)]
+            if reduction is not None:
+                gradients = reduction.settle(everything, gradients, partial(describe_position, groups))
+            if found_inf is not None and float(found_inf) > 0.0:
+                if reduction is not None:
+                    reduction.run(None, (), skip=True)
+                report = _skipped(len(groups))
             else:
-                report = self._analyze(plan.parts, len(groups), control)
-                if not report.skipped:
-                    self._update(plan, options, control, report.clip_factor)
+                plan, key = self._find(groups, state, gradients, targets)
+                if plan is None:
+                    sharding.check_not_replaced(
+                        everything, gradients, partial(describe_position, groups), self._cache.in_modules
+                    )
+                    report, plan = self._first_run(groups, state, gradients, targets, options, control, reduction)
+                    if plan is not None and targets is None:
+                        plan.remember(state)
+                        self._cache.keep(key, plan)
+                else:
+                    report = self._analyze(plan.parts, plan.parameters, len(groups), control, reduction)
+                    if not report.skipped:
+                        self._update(plan, options, control, report.clip_factor)
         self._skipped_steps += report.skipped
         return report
 
@@ -139,40 +163,38 @@ class FusedStep:
         self,
         groups: list[dict[str, Any]],
         state: dict[Tensor, dict[str, Any]],
-        gradients: list[Tensor | None] | None,
+        gradients: list[Tensor | None],
         targets: list[Tensor] | None,
-    ) -> tuple[StepPlan | None, Any, list[Tensor | None]]:
-        """A kept plan for these tensors, bound to their gradients, or None; a key to keep a new one; the gradients."""
-        everything = [parameter for group in groups for parameter in group["params"]]
-        if gradients is None:
-            gradients = [parameter.grad for parameter in everything]
-        active = [gradient is not None for gradient in gradients]
-        parameters = everything if all(active) else list(compress(everything, active))
-        key = (bytes(active), *((len(group["params"]), group["amsgrad"]) for group in groups))
-
-        plan = None if targets is not None else self._cache.find(key, parameters, state)
+    ) -> tuple[StepPlan | None, Any]:
+        """A kept plan for these tensors, bound to their gradients, or None; a key to keep a new one."""
+        active = bytes(gradient is not None for gradient in gradients)
+        key = (active, *((len(group["params"]), group["amsgrad"]) for group in groups))
+        plan = None if targets is not None else self._cache.find(key, state)
         if plan is not None and not self._bind(plan, [gradient for gradient in gradients if gradient is not None]):
             plan = None
-        return plan, key, gradients
+        return plan, key
 
     def _first_run(
         self,
-        members: list[Member],
-        gradients: list[Tensor],
+        groups: list[dict[str, Any]],
         state: dict[Tensor, dict[str, Any]],
+        gradients: list[Tensor | None],
+        targets: list[Tensor] | None,
         options: list[AdamWOptions],
         control: StepControl,
+        reduction: sharding.Reduction | None,
     ) -> tuple[StepReport, StepPlan | None]:
-        """A step whose (checked) tensors are new: decide, and only then allocate what their state lacks."""
-        parts = split(members, [storage.TensorMemory(gradient) for gradient in gradients])
+        """A step whose tensors are new: check them, decide, and only then allocate what their state lacks."""
+        members, present = collect(groups, state, gradients, targets, split_master=self._settings.split_master)
+        parts = split(members, [storage.TensorMemory(gradient) for gradient in present])
         for part in parts:
             storage.select(part.table.device)  # raises where the device's kernels cannot run
-        report = self._analyze(parts, len(options), control)
+        report = self._analyze(parts, [member.parameter for member in members], len(groups), control, reduction)
         if report.skipped:
             return report, None
         for member in members:
             member.allocate(split_master=self._settings.split_master)
-        plan = StepPlan(members, gradients)
+        plan = StepPlan(members, present)
         self._update(plan, options, control, report.clip_factor)
         plan.commit(state)
         return report, plan
@@ -185,23 +207,48 @@ class FusedStep:
                 return False
         return True
 
-    def _analyze(self, parts: list[Part], groups: int, control: StepControl) -> StepReport:
-        """The statistics pass over all parts, one read per device, and the decision for the whole step."""
-        settings = self._settings
-        if not settings.check_finite and settings.max_grad_norm is None:
+    def _analyze(
+        self,
+        parts: list[Part],
+        parameters: list[Tensor],
+        groups: int,
+        control: StepControl,
+        reduction: sharding.Reduction | None,
+    ) -> StepReport:
+        """The statistics pass over all parts, one read per device, and the decision for the whole step.
+
+        Args:
+            parts: this rank's memory.
+            parameters: what the parts belong to, empty ones included.
+            groups: number of parameter groups.
+            control: the loss scale.
+            reduction: for sharded parameters, the sum over ranks.
+        """
+        runs = []
+        if self._guarded:
+            for part in parts:
+                workspace = self._cache.workspace(part.table.device)
+                workspace.run(part.table, control.inverse_scale)
+                runs.append((part, workspace, storage.select(part.table.device).statistics_chunk))
+        sources, norms = [], None
+        if reduction is not None and reduction.enabled:
+            sums = [part.shares(reduction.ranks, chunk, groups).sums(workspace.rows) for part, workspace, chunk in runs]
+            known = reduction.run(parameters if self._guarded else None, sums)
+            if known.skip_requested:
+                return _skipped(groups)
+            norms = known.group_norms()
+            bad, scale, sumsq = float(any(known.bad)), 1.0, sum(known.squares)
+            stats = GradientStats.from_report(bad, scale, sumsq, elements=0, tensors=0, gradient_scale=1.0)
+        else:
+            sources = [(workspace, part.group_rows(chunk)) for part, workspace, chunk in runs]
+            stats = combined([workspace.report.tolist() for _, workspace, _ in runs])
+        if not self._guarded:
             return StepReport(skipped=False, grad_norm=math.nan, clip_factor=1.0, groups=groups)
-        sources = []
-        for part in parts:
-            workspace = self._cache.workspace(part.table.device)
-            workspace.run(part.table, control.inverse_scale)
-            chunk = storage.select(part.table.device).statistics_chunk
-            sources.append((workspace, part.group_rows(chunk)))
-        stats = combined([workspace.report.tolist() for workspace, _ in sources])
         decision = stats.decision(self._guard)
-        if decision.skip_update and not settings.check_finite:
+        if decision.skip_update and not self._settings.check_finite:
             # The check is off: NaN and infinity go where IEEE arithmetic sends them, with max_norm / infinity = 0.
-            return StepReport(False, math.inf, 0.0, sources, groups)
-        return StepReport(decision.skip_update, stats.total_norm, decision.clip_factor, sources, groups)
+            return StepReport(False, math.inf, 0.0, sources, groups, norms)
+        return StepReport(decision.skip_update, stats.total_norm, decision.clip_factor, sources, groups, norms)
 
     def _update(
         self,

@@ -106,7 +106,7 @@ def collect(
 
     Args:
         groups, state: the optimizer's.
-        gradients: one per parameter of all groups, None for those that stay out of this step.
+        gradients: this rank's parts, one per parameter of all groups, None for those that stay out of this step.
         targets: stand-ins for the parameters, in the same order; None for the parameters themselves.
         split_master: whether BF16 parameters keep a split master.
         capturable: step counters live on the parameters' device instead of the host.
@@ -125,9 +125,7 @@ def collect(
             gradient = gradients[position]
             if gradient is None:
                 continue
-            where = f"parameter {index} of group {number}"
-            if names is not None:
-                where += f" ({names[index]})"
+            where = describe(number, index, names)
             if id(parameter) in seen:
                 raise InvalidTensor(f"{where} appears twice; an optimizer updates each parameter once per step")
             seen.add(id(parameter))
@@ -138,6 +136,20 @@ def collect(
             _check_state(member, split_master=split_master, capturable=capturable)
             members.append(member)
     return members, parts
+
+
+def describe(group: int, index: int, names: Sequence[str] | None) -> str:
+    """What error messages call a parameter."""
+    return f"parameter {index} of group {group}" + ("" if names is None else f" ({names[index]})")
+
+
+def describe_position(groups: Sequence[dict[str, Any]], position: int) -> str:
+    """What error messages call the parameter at ``position`` among those of all groups."""
+    for number, group in enumerate(groups):
+        if position < len(group["params"]):
+            return describe(number, position, group.get("param_names"))
+        position -= len(group["params"])
+    raise IndexError(position)
 
 
 def _check_parameter(where: str, parameter: Tensor) -> None:
@@ -165,8 +177,7 @@ def check_parameter_dtype(where: str, parameter: Tensor, *, split_master: bool =
 
 
 def check_gradient(where: str, parameter: Tensor, gradient: Tensor) -> Tensor:
-    """This rank's part of a gradient that fits its parameter."""
-    gradient = sharding.local_gradient(where, parameter, gradient)
+    """The gradient (this rank's part), if it fits its parameter."""
     local = sharding.local(parameter)
     if gradient.layout is not torch.strided:
         raise InvalidTensor(
@@ -186,6 +197,8 @@ def check_gradient(where: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         )
     if gradient.is_neg():
         raise InvalidTensor(f"the gradient of {where} is a lazily negated view; assign p.grad.resolve_neg()")
+    if gradient._is_zerotensor():
+        raise InvalidTensor(f"the gradient of {where} is zero without memory; assign p.grad.clone()")
     return gradient
 
 

@@ -52,15 +52,19 @@ class Part:
         self.groups = torch.tensor([member.group for member in members], dtype=torch.int64)
         self.pairs = torch.empty((len(members), 2), dtype=torch.int64)
         self._group_rows: dict[int, dict[int, tuple[int, int]]] = {}
+        self._shares: dict[tuple[int, int], sharding.Shares] = {}
+        self._sharded = any(sharding.is_sharded(member.target) for member in members)
 
     def bind(self, gradients: list[Tensor]) -> bool:
         """Take over this step's gradients; False if a parameter's memory moved, so that the plan is out of date."""
         table = self.table
+        if self._sharded:  # a DTensor stays while its part may move
+            self.parameters = [sharding.local(member.target) for member in self.members]
         column = bind_gradients(table, self.parameters, gradients)
         while column >= 0:
             written = int(table.fields[Field.COPY, column]) or int(table.fields[Field.PARAM_OUT, column])
             member = self.members[column]
-            if sharding.local(member.parameter.detach()).data_ptr() != written:
+            if sharding.local(member.parameter).data_ptr() != written:
                 return False
             table.set_gradient(column, check_gradient(member.where, member.parameter, gradients[column]))
             column = bind_gradients(table, self.parameters, gradients, column + 1)
@@ -70,7 +74,7 @@ class Part:
         """The statistics rows ``[first, last)`` of each parameter group; a group's members are neighbours."""
         if chunk in self._group_rows:
             return self._group_rows[chunk]
-        rows = (self.table.fields[Field.NUMEL] + (chunk - 1)) // chunk
+        rows = self._rows(chunk)
         ends = rows.cumsum(0).tolist()
         ranges: dict[int, tuple[int, int]] = {}
         for member, count, end in zip(self.members, rows.tolist(), ends, strict=True):
@@ -78,6 +82,17 @@ class Part:
             ranges[member.group] = (first, end)
         self._group_rows[chunk] = ranges
         return ranges
+
+    def shares(self, ranks: sharding.Ranks, chunk: int, groups: int) -> sharding.Shares:
+        """How the statistics rows count in the sum over ranks."""
+        key = (chunk, groups)
+        if key not in self._shares:
+            parameters = [member.parameter for member in self.members]
+            self._shares[key] = ranks.shares(parameters, self._rows(chunk), self.groups, groups, self.table.device)
+        return self._shares[key]
+
+    def _rows(self, chunk: int) -> Tensor:
+        return (self.table.fields[Field.NUMEL] + (chunk - 1)) // chunk
 
 
 class StepPlan:
@@ -115,11 +130,10 @@ class StepPlan:
         self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
         self._all_states = list(state.values())
 
-    def still_describes(self, parameters: list[Tensor], state: dict[Tensor, dict[str, Any]]) -> bool:
-        """True if parameters and state are the very tensors, at the very addresses, that the tables were built from."""
+    def still_describes(self, state: dict[Tensor, dict[str, Any]]) -> bool:
+        """True if the state consists of the very tensors, at the very addresses, that the tables were built from."""
         return (
-            same(parameters, self.parameters)
-            and same(list(state.values()), self._all_states)
+            same(list(state.values()), self._all_states)
             and same(list(chain.from_iterable(map(dict.values, self._states))), self._values)
             and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
         )
@@ -138,17 +152,39 @@ def split(members: list[Member], memories: list[TensorMemory]) -> list[Part]:
 
 
 class PlanCache:
-    """The last few plans, by which parameters were active, and the statistics scratch of each device."""
+    """The last few plans, by which parameters were active, and the statistics scratch of each device.
 
-    def __init__(self, *, hierarchical: bool) -> None:
+    Args:
+        hierarchical: how to merge statistics rows.
+        guarded: whether gradient statistics are asked for.
+    """
+
+    def __init__(self, *, hierarchical: bool, guarded: bool) -> None:
         self._plans: OrderedDict[Any, StepPlan] = OrderedDict()
+        self._parameters: list[Tensor] = []
+        self._ranks: sharding.Ranks | None = None
+        self._guarded = guarded
+        self.in_modules: set[int] = set()
+        """Ids of parameters that were seen in a module; see :func:`ruda_torch.sharding.check_not_replaced`."""
         self._workspaces: dict[torch.device, StatisticsWorkspace] = {}
         self._hierarchical = hierarchical
 
-    def find(self, key: Any, parameters: list[Tensor], state: dict[Tensor, dict[str, Any]]) -> StepPlan | None:
-        """The plan for ``key`` if it still describes these parameters and this state."""
+    def follow(self, parameters: list[Tensor]) -> sharding.Ranks | None:
+        """Drop what belongs to other parameters than these; the ranks that share them, None for plain tensors.
+
+        Comparing identities is all that a step with plain parameters pays for sharding.
+        """
+        if not same(parameters, self._parameters):
+            self.forget()
+            self.in_modules.clear()
+            self._ranks = sharding.find(parameters, guarded=self._guarded)
+            self._parameters = parameters
+        return self._ranks
+
+    def find(self, key: Any, state: dict[Tensor, dict[str, Any]]) -> StepPlan | None:
+        """The plan for ``key`` (which of the followed parameters are active) if it still describes this state."""
         plan = self._plans.get(key)
-        if plan is None or not plan.still_describes(parameters, state):
+        if plan is None or not plan.still_describes(state):
             return None
         self._plans.move_to_end(key)
         return plan
