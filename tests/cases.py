@@ -7,7 +7,7 @@ rounding error bound through the steps, operation by operation, next to the FP64
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import frexp
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -250,32 +250,50 @@ def expected(case: Case, *, literal: bool = False, norm_error: float = 0.0) -> t
         norm_error: relative error of the norm behind the clip factor, ``norm_relative_bound(...)`` where kernels
             compute it, 0 where the implementation is given the factor in ``Expected.clip_factor``.
     """
-    options, control = case.options, case.control
-    parameter = initial_parameter(case).astype(np.float64)
-    state = None
-    zero = np.zeros(case.shape)
-    errors = dict.fromkeys(("parameter", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), zero)
-    results = []
-    for step in range(1, case.steps + 1):
-        gradient = stored_gradient(case, step)
+    follower = Follower(case, initial_parameter(case), literal=literal, norm_error=norm_error)
+    return tuple(follower.step(stored_gradient(case, step)) for step in range(1, case.steps + 1))
+
+
+class Follower:
+    """FP64 values and bounds of one parameter, step by step; see :func:`expected` for the arguments.
+
+    ``case`` gives the parameter's dtype, gradient scale and guard, and the options where ``step`` names no others.
+    """
+
+    def __init__(self, case: Case, parameter: Array, *, literal: bool = False, norm_error: float = 0.0) -> None:
+        self.case = case
+        self.parameter = np.asarray(parameter, dtype=np.float64)
+        self.state: reference.ReferenceState | None = None
+        self._errors = dict.fromkeys(
+            ("parameter", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), np.zeros(self.parameter.shape)
+        )
+        self._literal = literal
+        self._norm_error = norm_error
+
+    def step(self, gradient: Array, options: AdamWOptions | None = None) -> Expected:
+        """One step with the stored ``gradient`` and, as in a schedule, its own ``options``."""
+        case = self.case if options is None else replace(self.case, options=options)
+        before, old = self.parameter, self.state
         clip = 1.0
         if case.guard is not None:
             clip = reference.gradient_stats([gradient], case.gradient_scale).decision(case.guard).clip_factor
-        before, old = parameter, state
-        parameter, state = reference.adamw(parameter, gradient, state, options, control, clip)
-        clip_error = 0.0 if clip in (0.0, 1.0) or norm_error == 0.0 else norm_error + 2 * U
-        errors = _propagate(case, before, gradient, clip, old, parameter, state, errors, literal, clip_error)
-        values = {"parameter": parameter, "exp_avg": state.first_moment, "exp_avg_sq": state.second_moment}
-        if options.amsgrad:
-            values["max_exp_avg_sq"] = state.max_second_moment
-        bounds = {key: errors[key] for key in values}
+        self.parameter, self.state = reference.adamw(before, gradient, old, case.options, case.control, clip)
+        clip_error = 0.0 if clip in (0.0, 1.0) or self._norm_error == 0.0 else self._norm_error + 2 * U
+        self._errors = _propagate(
+            case, before, gradient, clip, old, self.parameter, self.state, self._errors, self._literal, clip_error
+        )
+        values = {"parameter": self.parameter, "exp_avg": self.state.first_moment}
+        values["exp_avg_sq"] = self.state.second_moment
+        if case.options.amsgrad:
+            values["max_exp_avg_sq"] = self.state.max_second_moment
+        bounds = {key: self._errors[key] for key in values}
         if case.parameter_dtype != "float32":
             # Rounding a value off by e to a half type: e, plus half an ulp of the half type at the larger magnitude.
             relative, absolute = _HALF[case.parameter_dtype]
-            values["copy"] = parameter
-            bounds["copy"] = errors["parameter"] + relative * (np.abs(parameter) + errors["parameter"]) + absolute
-        results.append(Expected(step, clip, values, bounds))
-    return tuple(results)
+            error = self._errors["parameter"]
+            values["copy"] = self.parameter
+            bounds["copy"] = error + relative * (np.abs(self.parameter) + error) + absolute
+        return Expected(self.state.step, clip, values, bounds)
 
 
 def _lerp_roundings(c: float) -> float:
