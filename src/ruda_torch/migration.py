@@ -1,0 +1,164 @@
+"""Checkpoints of other optimizers in the form of ``torch.optim.AdamW``, where their state has the same meaning.
+
+Each function takes the ``state_dict()`` of one optimizer and returns a new one that :class:`ruda_torch.AdamW` and
+``torch.optim.AdamW`` load. The input is not changed; tensors that need no conversion are shared with it, and loading
+copies them. None of the packages needs to be installed.
+
+What a checkpoint cannot tell is the caller's to know: apex and DeepSpeed keep the choice between Adam with an L2 term
+and AdamW outside of it, so load only what was trained with ``adam_w_mode=True`` (apex) or ``adamw_mode=True``
+(DeepSpeed).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ruda_optim.fused_adamw import InvalidState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim.optimizer import StateDict
+
+    ReadGroup = Callable[[str, dict[str, Any]], dict[str, Any]]
+    ReadEntry = Callable[[str, dict[str, Any], dict[str, Any]], dict[str, Any]]
+
+_BITSANDBYTES_NESTED = "__bnb_optimizer_quant_state__"
+
+
+def from_apex(state_dict: StateDict) -> StateDict:
+    """Convert a checkpoint of ``apex.optimizers.FusedAdam``, which counts steps once per parameter group.
+
+    Raises:
+        InvalidState: ``bias_correction=False``, or a state that is not FusedAdam's.
+    """
+    return _convert("apex", state_dict, _plain_group, _plain_entry, {"bias_correction", "step"})
+
+
+def from_deepspeed(state_dict: StateDict) -> StateDict:
+    """Convert a checkpoint of DeepSpeed's ``DeepSpeedCPUAdam`` or ``FusedAdam``, used on its own.
+
+    A ZeRO checkpoint holds flat partitions instead; DeepSpeed's own tools turn it into weights, not into this form.
+
+    Raises:
+        InvalidState: ``bias_correction=False``, or a state that is not theirs.
+    """
+    return _convert("deepspeed", state_dict, _plain_group, _plain_entry, {"bias_correction", "step"})
+
+
+def from_bitsandbytes(state_dict: StateDict) -> StateDict:
+    """Convert a checkpoint of ``bitsandbytes.optim.AdamW`` or ``AdamW32bit``.
+
+    Raises:
+        InvalidState: 8-bit moments, which hold other values than FP32 moments would; the 32-bit parts of such a
+            checkpoint are not converted either. Also a state with a third moment (AdEMAMix).
+    """
+    return _convert("bitsandbytes", state_dict, _plain_group, _bitsandbytes_entry, {"alpha", "t_alpha", "t_beta3"})
+
+
+def from_optimi(state_dict: StateDict) -> StateDict:
+    """Convert a checkpoint of ``optimi.AdamW``, which stores moments divided by ``1 - beta^step``.
+
+    The multiplication rounds once, so the moments are within one FP32 rounding of what AdamW would have stored.
+    ``decouple_lr=True`` becomes ``weight_decay / max_lr``, the same decay at every learning rate. A Kahan compensation
+    is dropped: it belongs to the parameter, and an FP32 master starts from the parameter as it is.
+
+    Raises:
+        InvalidState: Adam without decoupled weight decay (``optimi.Adam`` with a weight decay), or another state.
+    """
+    own = {"beta1", "beta2", "decouple_wd", "decouple_lr", "max_lr", "kahan_sum", "triton", "gradient_release"}
+    return _convert("optimi", state_dict, _optimi_group, _optimi_entry, own | {"setup", "step"})
+
+
+def _convert(
+    source: str, state_dict: StateDict, read_group: ReadGroup, read_entry: ReadEntry, dropped: set[str]
+) -> StateDict:
+    defaults = torch.optim.AdamW([torch.nn.Parameter(torch.empty(0))]).state_dict()["param_groups"][0]
+    groups: list[dict[str, Any]] = []
+    state: dict[Any, dict[str, Any]] = {}
+    rest = dict(state_dict["state"])
+    for number, group in enumerate(state_dict["param_groups"]):
+        where = f"group {number} of the {source} checkpoint"
+        kept = {name: value for name, value in group.items() if name not in dropped}  # a scheduler's initial_lr, names
+        groups.append({**defaults, **kept, "foreach": None, **read_group(where, group)})
+        for index, key in enumerate(group["params"]):
+            entry = rest.pop(key, None)
+            if entry:
+                state[key] = read_entry(f"parameter {index} of {where}", group, entry)
+    if rest:
+        raise InvalidState(f"the {source} checkpoint has state for parameters of no group: {sorted(map(str, rest))}")
+    return {"state": state, "param_groups": groups}
+
+
+def _plain_group(where: str, group: dict[str, Any]) -> dict[str, Any]:
+    if not group.get("bias_correction", True):
+        raise InvalidState(f"{where} has bias_correction=False; AdamW always corrects, so its steps would be others")
+    if group.get("amsgrad"):
+        raise InvalidState(f"{where} has amsgrad=True, but its optimizer keeps no maximum; set amsgrad to False in it")
+    betas = group.get("betas")
+    if not isinstance(betas, (tuple, list)) or len(betas) < 2:
+        raise InvalidState(f"{where} must have two betas, got {betas!r}")
+    return {"betas": (betas[0], betas[1])}
+
+
+def _plain_entry(where: str, group: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    """Torch's names; the step with the parameter or, in apex, with its group."""
+    return {
+        "step": _step(where, entry.get("step", group.get("step"))),
+        "exp_avg": _moment(where, entry, "exp_avg"),
+        "exp_avg_sq": _moment(where, entry, "exp_avg_sq"),
+    }
+
+
+def _bitsandbytes_entry(where: str, group: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    moments = {**entry, **entry.get(_BITSANDBYTES_NESTED, {})}
+    first = _moment(where, moments, "state1")
+    second = _moment(where, moments, "state2")
+    if first.shape != second.shape:
+        raise InvalidState(
+            f"{where} must have one first and one second moment of one shape, got {tuple(first.shape)} and "
+            f"{tuple(second.shape)}; is it an AdamW checkpoint?"
+        )
+    return {"step": _step(where, entry.get("step")), "exp_avg": first, "exp_avg_sq": second}
+
+
+def _optimi_group(where: str, group: dict[str, Any]) -> dict[str, Any]:
+    for name in ("beta1", "beta2", "weight_decay", "decouple_wd", "decouple_lr"):
+        if name not in group:
+            raise InvalidState(f"{where} has no {name}, only {', '.join(map(str, group))}; is it optimi's AdamW?")
+    decay = float(group["weight_decay"])
+    if group["decouple_lr"]:
+        decay /= float(group["max_lr"])
+    elif decay and not group["decouple_wd"]:
+        raise InvalidState(f"{where} adds weight decay {decay} to the gradient (Adam, not AdamW): its moments hold it")
+    return {"betas": (float(group["beta1"]), float(group["beta2"])), "weight_decay": decay}
+
+
+def _optimi_entry(where: str, group: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    step = _step(where, group.get("step"))
+    count = int(step.item())
+    moments = {
+        name: _moment(where, entry, name).float() * (1.0 - float(group[beta]) ** count)
+        for name, beta in (("exp_avg", "beta1"), ("exp_avg_sq", "beta2"))
+    }
+    return {"step": step, **moments}
+
+
+def _moment(where: str, entry: dict[str, Any], name: str) -> torch.Tensor:
+    moment = entry.get(name)
+    if not isinstance(moment, torch.Tensor):
+        raise InvalidState(f"{where} has no {name}, only {', '.join(map(str, entry))}")
+    if not moment.is_floating_point():
+        raise InvalidState(
+            f"{name} of {where} is quantized ({moment.dtype}): it holds other values than an FP32 moment. Train on "
+            "with the optimizer that wrote it, or start from the weights alone"
+        )
+    return moment
+
+
+def _step(where: str, step: Any) -> torch.Tensor:
+    if step is None:
+        raise InvalidState(f"{where} has no step, neither of its own nor with its group")
+    return torch.as_tensor(step).detach().to("cpu", torch.float32).reshape(())
