@@ -55,8 +55,7 @@ def kernels(source: str | None = None, instances: Sequence[str] | None = None, s
         instances: the kernel instances to build. Default: every one that the library can ask for.
         seed: decides in which order the warps of a block run.
     """
-    text = (CSRC / "cuda.cu").read_text(encoding="utf-8") if source is None else source
-    return nvrtc.record(NAME, HostLauncher(build(text, instances or nvrtc.instances()), seed))
+    return nvrtc.record(NAME, HostLauncher(build(source, instances), seed))
 
 
 class HostLauncher:
@@ -87,13 +86,15 @@ class HostLauncher:
 _LOCK = threading.Lock()
 
 
-def build(source: str, instances: Sequence[str]) -> pathlib.Path:
-    """The shared library with these instances, compiled unless it is there already.
+def build(source: str | None = None, instances: Sequence[str] | None = None) -> pathlib.Path:
+    """The shared library with these instances, compiled unless it is there already. Arguments: see :func:`kernels`.
 
     Raises:
         SimulationError: the compiler refused it; the message holds its output.
     """
-    lines = "".join(f"INSTANCE({_has_barriers(name)}, {_spelled(name)})\n" for name in instances)
+    source = (CSRC / "cuda.cu").read_text(encoding="utf-8") if source is None else source
+    names = nvrtc.instances() if instances is None else instances
+    lines = "".join(f"INSTANCE({_has_barriers(name)}, {_spelled(name)})\n" for name in names)
     texts = [source, lines, *_FLAGS, _compiler()]
     texts += [path.read_text(encoding="utf-8") for path in sorted((*CSRC.glob("*.h"), *_HERE.glob("simulator.*")))]
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()

@@ -11,7 +11,7 @@
 
 #define __device__
 #define __global__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 // Blocks run one after another, so one copy will do. It keeps what the previous block left, as a GPU's may.
 #define __shared__ static
 #if !defined(__clang__)

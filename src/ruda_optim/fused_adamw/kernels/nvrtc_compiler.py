@@ -16,6 +16,7 @@ import pathlib
 import tempfile
 import warnings
 from dataclasses import dataclass
+from typing import Literal
 
 CACHE_VARIABLE = "RUDA_CACHE_DIR"
 SOURCE = "cuda.cu"
@@ -107,13 +108,16 @@ def cubin(instance: str, arch: str) -> Cubin:
     return found
 
 
-def compile_instance(instance: str, arch: str, options: tuple[str, ...] = ()) -> tuple[Cubin, str]:
+def compile_instance(
+    instance: str, arch: str, options: tuple[str, ...] = (), *, form: Literal["cubin", "ptx"] = "cubin"
+) -> tuple[Cubin, str]:
     """Compiles one instance and returns it with NVRTC's log. Does not touch the disk cache.
 
     Args:
         instance: a name expression of ``csrc/cuda.cu``.
         arch: ``sm_..``.
         options: more options, after ``OPTIONS``.
+        form: ``"ptx"`` returns PTX in place of machine code, to be read and not to be loaded.
     """
     from cuda.bindings import nvrtc
 
@@ -141,10 +145,15 @@ def compile_instance(instance: str, arch: str, options: tuple[str, ...] = ()) ->
                 f"{toolchain()} cannot compile {instance} of {SOURCE} for {arch}. RUDA_CUDA_COMPILER=ptx avoids this "
                 f"compiler. Its log:\n{text}"
             )
-        result, size = nvrtc.nvrtcGetCUBINSize(program)
-        _check(nvrtc, result, "nvrtcGetCUBINSize")
+        read_size, read = {
+            "cubin": (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN),
+            "ptx": (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX),
+        }[form]
+        result, size = read_size(program)
+        _check(nvrtc, result, read_size.__name__)
         code = bytes(size)
-        nvrtc.nvrtcGetCUBIN(program, code)
+        (result,) = read(program, code)
+        _check(nvrtc, result, read.__name__)
         result, symbol = nvrtc.nvrtcGetLoweredName(program, instance.encode())
         _check(nvrtc, result, "nvrtcGetLoweredName")
         return Cubin(code, symbol.decode()), text

@@ -42,23 +42,22 @@ struct Variant {
 };
 
 struct Memory {
+  const Piece& piece;
   const void* gradient;
   const float *p, *m, *v, *v_max;
-  float *p_out, *m_out, *v_out, *v_max_out;
   u16 *copy, *remainder;
 
-  __device__ explicit Memory(const Piece& piece)
-      : gradient(piece.pointer<const void>(kGrad)),
+  __device__ explicit Memory(const Piece& whole)
+      : piece(whole),
+        gradient(piece.pointer<const void>(kGrad)),
         p(piece.pointer<const float>(kParam)),
         m(piece.pointer<const float>(kExpAvg)),
         v(piece.pointer<const float>(kExpAvgSq)),
         v_max(piece.pointer<const float>(kMaxExpAvgSq)),
-        p_out(piece.pointer<float>(kParamOut)),
-        m_out(piece.pointer<float>(kExpAvgOut)),
-        v_out(piece.pointer<float>(kExpAvgSqOut)),
-        v_max_out(piece.pointer<float>(kMaxExpAvgSqOut)),
         copy(piece.pointer<u16>(kCopy)),
         remainder(piece.pointer<u16>(kRemainder)) {}
+
+  __device__ float* out(Field field) const { return piece.pointer<float>(field); }
 };
 
 template <int W, class V>
@@ -104,9 +103,12 @@ __device__ void update_elements(const V& variant, const Memory& memory, const Of
     v_max.x[j] = e.v_max;
   }
 
-  store(memory.m_out + at[kRoleExpAvg], m);
-  store(memory.v_out + at[kRoleExpAvgSq], v);
-  if (variant.amsgrad()) store(memory.v_max_out + at[kRoleMaxExpAvgSq], v_max);
+  // The output pointers are read here, from the cache, each time: kept through the loop they would take eight registers more,
+  // enough to spill on sm_100. The empty instruction keeps the compiler from moving the reads out of the loop.
+  asm volatile("" ::: "memory");
+  store(memory.out(kExpAvgOut) + at[kRoleExpAvg], m);
+  store(memory.out(kExpAvgSqOut) + at[kRoleExpAvgSq], v);
+  if (variant.amsgrad()) store(memory.out(kMaxExpAvgSqOut) + at[kRoleMaxExpAvgSq], v_max);
   if (variant.split()) {
     Pack<u16, W> high, low;
 #pragma unroll
@@ -119,7 +121,7 @@ __device__ void update_elements(const V& variant, const Memory& memory, const Of
     store(memory.remainder + at[kRoleRemainder], low);
     return;
   }
-  store(memory.p_out + at[kRoleParam], p);
+  store(memory.out(kParamOut) + at[kRoleParam], p);
   if (variant.half_copy() || variant.brain_copy()) {
     Pack<u16, W> copy;
 #pragma unroll
