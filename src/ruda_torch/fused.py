@@ -63,8 +63,8 @@ class StepReport:
         """The L2 norm of each group's gradients, after unscaling, before clipping; 0 for a group without gradients."""
         if self.norms is not None:
             return self.norms
-        if not self.sources:
-            return (math.nan,) * self.groups
+        if not self.sources:  # no statistics, or no gradients to make any from
+            return (0.0 if self.grad_norm == 0.0 else math.nan,) * self.groups
         norms = []
         for group in range(self.groups):
             reports = [workspace.report_of(*ranges[group]) for workspace, ranges in self.sources if group in ranges]
