@@ -202,6 +202,8 @@ def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) ->
         raise InvalidTensor(f"{name} must be {wanted}, got {tensor.dtype}")
     if tensor.is_neg():
         raise InvalidTensor(f"{name} is a lazily negated view; call .resolve_neg()")
+    if tensor._is_zerotensor():
+        raise InvalidTensor(f"{name} is zero without memory; call .clone()")
 
 
 def _check_entry(

@@ -45,7 +45,8 @@ std::vector<const CpuLoops*> available_loops() {
 const CpuLoops& loops() {
   static const CpuLoops* const kChosen = [] {
     const std::vector<const CpuLoops*> found = available_loops();
-    STD_TORCH_CHECK(!found.empty(), "ruda_optim: this processor lacks x86-64-v2 (SSE4.2), the least the CPU kernel needs");
+    STD_TORCH_CHECK(!found.empty(),
+                    "ruda_optim: this processor lacks x86-64-v2 (SSE4.2), the least the CPU kernel needs");
     const char* wanted = std::getenv("RUDA_CPU_LEVEL");
     if (wanted == nullptr || *wanted == '\0') return found.front();
     std::string known;
@@ -152,7 +153,8 @@ void analyze_gradient(Tensor fields, Tensor layouts, Tensor rows, int64_t chunk,
   if (elements + count * kTensorCost < 2 * kGrain) {
     body(0, count);
   } else {
-    torch::stable::parallel_for(0, count, std::max<int64_t>(1, count * kGrain / (elements + count * kTensorCost)), body);
+    torch::stable::parallel_for(0, count, std::max<int64_t>(1, count * kGrain / (elements + count * kTensorCost)),
+                                body);
   }
 }
 
@@ -323,11 +325,22 @@ void bind_gradients_boxed(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = from(bind_gradients(table, parameters, gradients, start));
 }
 
+// A gradient without memory of its own (lazily negated, or all zeros without storage): the dispatcher would hand over
+// temporary copies, whose addresses are worth nothing after the call. The caller settles every tensor in Python.
+void bind_no_gradients_boxed(StableIValue* stack, uint64_t, uint64_t) {
+  const Tensor fields = to<Tensor>(stack[0]);
+  torch_delete_list(to<StableListHandle>(stack[1]));
+  torch_delete_list(to<StableListHandle>(stack[2]));
+  const int64_t start = to<int64_t>(stack[3]);
+  stack[0] = from(start < fields.size(1) ? start : int64_t{-1});
+}
+
 }  // namespace
 }  // namespace ruda
 
 STABLE_TORCH_LIBRARY(ruda_optim, m) {
-  m.def("adamw_scaled(Tensor fields, Tensor layouts, Tensor coefficients, float inverse_scale, float clip_factor) -> ()");
+  m.def(
+      "adamw_scaled(Tensor fields, Tensor layouts, Tensor coefficients, float inverse_scale, float clip_factor) -> ()");
   m.def("analyze_gradient(Tensor fields, Tensor layouts, Tensor rows, int chunk, float inverse_scale) -> ()");
   m.def("merge_gradient_stats_chunks(Tensor rows, Tensor merged_rows, int fan_in) -> ()");
   m.def("merge_gradient_stats(Tensor rows, Tensor report) -> ()");
@@ -347,3 +360,7 @@ STABLE_TORCH_LIBRARY_IMPL(ruda_optim, CompositeExplicitAutograd, m) {
   m.impl("bind_gradients", &ruda::bind_gradients_boxed);
   m.impl("cpu_level", TORCH_BOX(&ruda::cpu_level));
 }
+
+STABLE_TORCH_LIBRARY_IMPL(ruda_optim, Negative, m) { m.impl("bind_gradients", &ruda::bind_no_gradients_boxed); }
+
+STABLE_TORCH_LIBRARY_IMPL(ruda_optim, ZeroTensor, m) { m.impl("bind_gradients", &ruda::bind_no_gradients_boxed); }
