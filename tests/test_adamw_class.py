@@ -1,0 +1,571 @@
+"""ruda_torch.AdamW against torch.optim.AdamW: hyperparameters, groups, schedules, closures, copies, hooks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import ruda_torch
+from cases import as_array
+from kernel_runs import same_bits
+from optimizer_runs import STRONG, Twins, assert_same, bits_of, gradient_for
+from ruda_optim.fused_adamw import FusedAdamWError, InvalidOption, InvalidTensor
+
+SHAPES = ((3, 5), (1000,), (), (2, 0), (1, 7, 1))
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.LayerNorm(9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
+
+
+def backward(net: torch.nn.Module, seed: int) -> torch.Tensor:
+    inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+    loss = net(inputs).square().sum()
+    loss.backward()
+    return loss
+
+
+# ------------------------------------------------------------------------------------------ fused_step=False
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"amsgrad": True, "maximize": True},
+        {"lr": 0.1, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.3},
+        {"lr": torch.tensor(0.1)},
+        {"foreach": True},
+        {"foreach": False},
+        {"fused": True},
+        {"fused": True, "amsgrad": True},
+        {"eps": 0.0},
+    ],
+    ids=str,
+)
+def test_without_fused_step_it_is_torchs_step_bit_for_bit(settings) -> None:
+    nets = model(), model()
+    ours = ruda_torch.AdamW(nets[0].parameters(), **settings)
+    theirs = torch.optim.AdamW(nets[1].parameters(), **settings)
+    for seed in range(4):
+        for net, optimizer in zip(nets, (ours, theirs), strict=True):
+            optimizer.zero_grad()
+            backward(net, seed)
+            optimizer.step()
+        assert_same(ours, theirs)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
+    assert isinstance(ours, torch.optim.AdamW)
+    assert not ours.fused_step
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("others", ["none", "before", "after"])
+def test_hooks_run_once(fused_step, others) -> None:
+    """The first object of an optimizer class makes torch wrap the step of that class."""
+    if others == "before":
+        torch.optim.AdamW(model().parameters())
+    net = model()
+    optimizer = ruda_torch.AdamW(net.parameters(), fused_step=fused_step)
+    if others == "after":
+        torch.optim.AdamW(model().parameters())
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("global pre")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("global post")),
+    ]
+    try:
+        backward(net, 0)
+        optimizer.step()
+        assert calls == ["global pre", "pre", "post", "global post"]
+        optimizer.step()
+        assert len(calls) == 8
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# ------------------------------------------------------------------------------------------ values, against FP64
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        STRONG,
+        {},
+        {**STRONG, "amsgrad": True},
+        {**STRONG, "maximize": True},
+        {**STRONG, "amsgrad": True, "maximize": True},
+        {**STRONG, "weight_decay": 0},
+        {**STRONG, "betas": (0.0, 0.0), "amsgrad": True},
+        {**STRONG, "betas": (0.5, 0.9)},
+        {"lr": torch.tensor(0.01, dtype=torch.float64), "weight_decay": 0.1},
+        {**STRONG, "betas": (torch.tensor(0.8, dtype=torch.float64), torch.tensor(0.95, dtype=torch.float64))},
+        {"lr": 0.0},
+        {"lr": 1, "weight_decay": 0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("check_finite", [True, False])
+def test_hyperparameters(settings, check_finite) -> None:
+    twins = Twins([(SHAPES, {})], **settings)
+    twins.ours = ruda_torch.AdamW(
+        [ours for ours, _ in twins.pairs], fused_step=True, check_finite=check_finite, **settings
+    )
+    for _ in range(5):
+        twins.step()
+
+
+def groups() -> Twins:
+    return Twins(
+        [
+            (SHAPES, {}),
+            ([], {"lr": 0.5}),
+            ([(40, 40), (3,)], {"lr": 3e-3, "betas": (0.7, 0.9), "weight_decay": 0.0}),
+            ([(65,)], {"amsgrad": True, "eps": 1e-4}),
+            ([(0,)], {}),
+            ([(9, 2)], {"maximize": True, "amsgrad": True, "lr": torch.tensor(0.02, dtype=torch.float64)}),
+        ],
+        **STRONG,
+    )
+
+
+def test_groups_with_their_own_hyperparameters() -> None:
+    twins = groups()
+    for _ in range(5):
+        twins.step()
+
+
+def test_hyperparameters_are_read_at_every_step() -> None:
+    twins = groups()
+    for step in range(6):
+        for optimizer in (twins.ours, twins.theirs):
+            first, _, third, fourth, *_, last = optimizer.param_groups
+            first["lr"] = 1e-2 / (step + 1)
+            first["weight_decay"] = 0.1 * step
+            third["betas"] = (0.5 + 0.05 * step, 0.9 + 0.01 * step)
+            fourth["eps"] = 10.0 ** (step - 6)
+            third["maximize"] = bool(step % 2)
+            last["lr"].fill_(0.01 * (step + 1))
+        twins.step()
+
+
+def test_a_group_added_later_starts_at_step_one() -> None:
+    twins = Twins([(SHAPES, {})], **STRONG)
+    for _ in range(3):
+        twins.step()
+    ours, theirs = twins.new_group([(4, 4), (0,)], {"lr": 0.05, "amsgrad": True})
+    twins.ours.add_param_group(ours)
+    twins.theirs.add_param_group(theirs)
+    for _ in range(3):
+        twins.step()
+    assert twins.ours.state[twins.pairs[-2][0]]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "active",
+    [
+        [[0], [1], [0], [1], [0, 1], [0, 1]],
+        [[0, 1, 2, 3, 4], [], [4], [], [0, 1, 2, 3, 4], [3]],
+        [[0], [0, 1], [0, 1, 2], [1, 2], [2], [0, 2], [0], [2], [0, 1, 2, 3, 4], [0, 1]],
+    ],
+    ids=["alternating", "none at all", "more sets than kept plans"],
+)
+def test_gradients_that_come_and_go(active) -> None:
+    twins = Twins([(SHAPES, {})], **STRONG, amsgrad=True)
+    for positions in active * 2:
+        before = bits_of(twins.ours)
+        twins.step(positions)
+        if not positions:
+            assert all(map(same_bits, before, bits_of(twins.ours)))
+
+
+def test_parameters_without_a_gradient_get_no_state() -> None:
+    twins = Twins([(SHAPES, {})], **STRONG)
+    twins.step([1])
+    assert list(twins.ours.state) == [twins.pairs[1][0]]
+    twins.ours.step()
+    empty = ruda_torch.AdamW([torch.nn.Parameter(torch.ones(2))], fused_step=True)
+    empty.step()
+    assert not empty.state
+    assert not empty.last_step_skipped
+
+
+def test_a_frozen_parameter_rests_and_wakes() -> None:
+    twins = Twins([(SHAPES, {})], **STRONG)
+    frozen = twins.pairs[1]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    start = frozen[0].clone()
+    for _ in range(2):
+        twins.step()
+    assert same_bits(frozen[0], start)
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    for _ in range(2):
+        twins.step()
+    assert twins.ours.state[frozen[0]]["step"] == 2
+
+
+# ----------------------------------------------------------------------------------------------------- schedules
+
+SCHEDULES = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.7),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=4),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.05, total_steps=8, cycle_momentum=True),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-1, step_size_up=3, cycle_momentum=True),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.5)], [2]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
+}
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True], ids=["float lr", "tensor lr"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules(name, tensor_lr) -> None:
+    lr = torch.tensor(0.01, dtype=torch.float64) if tensor_lr else 0.01
+    twins = Twins([(SHAPES, {}), ([(17,)], {"weight_decay": 0.0})], lr=lr, weight_decay=0.1)
+    if tensor_lr:  # each optimizer has its own
+        for group in (*twins.ours.param_groups, *twins.theirs.param_groups):
+            group["lr"] = lr.clone()
+    schedules = [SCHEDULES[name](optimizer) for optimizer in (twins.ours, twins.theirs)]
+    seen = set()
+    for _ in range(7):
+        twins.step()
+        for schedule in schedules:
+            schedule.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        left, right = ([float(group["lr"]) for group in o.param_groups] for o in (twins.ours, twins.theirs))
+        assert left == right
+        seen.add(left[0])
+    assert len(seen) > 1, "the schedule did nothing"
+    if name in ("OneCycleLR", "CyclicLR"):
+        assert float(twins.ours.param_groups[0]["betas"][0]) != 0.9, "momentum did not cycle"
+    restored = SCHEDULES[name](copy.deepcopy(twins.ours))
+    restored.load_state_dict(schedules[0].state_dict())
+
+
+# --------------------------------------------------------------------------------- closures, zero_grad, copies
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+def test_a_closure_is_called_once_with_gradients_enabled(fused_step) -> None:
+    net = model()
+    optimizer = ruda_torch.AdamW(net.parameters(), fused_step=fused_step)
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        return backward(net, len(calls))
+
+    before = bits_of(optimizer)
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert calls == [True]
+    assert loss.requires_grad
+    assert not all(map(same_bits, before, bits_of(optimizer)))
+    assert optimizer.step() is None
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_zero_grad(set_to_none) -> None:
+    nets = model(), model()
+    ours = ruda_torch.AdamW(nets[0].parameters(), fused_step=True, **STRONG)
+    theirs = ruda_torch.AdamW(nets[1].parameters(), fused_step=True, **STRONG)
+    for seed in range(4):
+        ours.zero_grad(set_to_none=set_to_none)
+        for parameter in nets[0].parameters():
+            assert parameter.grad is None if set_to_none or seed == 0 else not parameter.grad.any()
+        theirs.zero_grad()
+        backward(nets[0], seed)
+        backward(nets[1], seed)
+        ours.step()
+        theirs.step()
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "deepcopy before the first step"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_grad_norm": 0.5, "hierarchical_stats": True}, {"check_finite": False, "amsgrad": True}],
+    ids=str,
+)
+def test_a_copy_continues_bit_for_bit(settings, how) -> None:
+    net = model().bfloat16() if settings.get("amsgrad") else model()
+    optimizer = ruda_torch.AdamW(net.parameters(), fused_step=True, **STRONG, **settings)
+    for seed in range(0 if "before" in how else 3):
+        optimizer.zero_grad()
+        backward_of(net, seed)
+        optimizer.step()
+    both = (net, optimizer)
+    net2, optimizer2 = pickle.loads(pickle.dumps(both)) if how == "pickle" else copy.deepcopy(both)
+    assert optimizer2.fused_step
+    assert optimizer2.settings == optimizer.settings
+    addresses = {tensor.data_ptr() for tensor in live(optimizer) if tensor.numel()}
+    assert addresses.isdisjoint(tensor.data_ptr() for tensor in live(optimizer2))
+    for seed in range(3, 6):
+        for one, other in ((net, optimizer), (net2, optimizer2)):
+            other.zero_grad()
+            backward_of(one, seed)
+            other.step()
+        assert_same(optimizer, optimizer2)
+
+
+def backward_of(net: torch.nn.Module, seed: int) -> None:
+    for index, parameter in enumerate(net.parameters()):
+        parameter.grad = torch.from_numpy(gradient_for(parameter.shape, (seed, index))).to(parameter.dtype)
+
+
+def live(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters and state tensors themselves."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [*(p for group in optimizer.param_groups for p in group["params"]), *states]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autograd_notices_the_update(dtype) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    frozen = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer = ruda_torch.AdamW([parameter, frozen], fused_step=True)
+    for _ in range(3):
+        parameter.grad = torch.ones(3, dtype=dtype)
+        version = parameter._version
+        saved = (parameter * parameter).sum()
+        optimizer.step()
+        assert parameter._version > version
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.backward()
+    assert frozen._version == 0
+    parameter.grad = torch.full((3,), np.nan, dtype=dtype)
+    version = parameter._version
+    optimizer.step()
+    assert optimizer.last_step_skipped
+    assert parameter._version == version, "a skipped step changes nothing"
+
+
+def test_a_parameter_twice_in_one_group_is_refused_before_any_write() -> None:
+    parameter, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = ruda_torch.AdamW([other, parameter, parameter], fused_step=True)
+    parameter.grad = other.grad = torch.ones(3)
+    with pytest.raises(InvalidTensor, match="parameter 2 of group 0 appears twice"):
+        optimizer.step()
+    assert (other == 1).all()
+    assert not optimizer.state
+
+
+def test_named_parameters_are_named_in_errors() -> None:
+    net = model()
+    optimizer = ruda_torch.AdamW(net.named_parameters(), fused_step=True)
+    backward(net, 0)
+    optimizer.step()
+    net[3].weight.grad = torch.ones(4, 9).to_sparse()
+    with pytest.raises(InvalidTensor, match=r"parameter 4 of group 0 \(3.weight\) must be dense"):
+        optimizer.step()
+
+
+# ----------------------------------------------------------------------------------- PyTorch's own test inputs
+
+
+def torchs_inputs() -> tuple[list, list, list]:
+    """PyTorch's inputs, error inputs and schedulers for AdamW."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's testing package imports what it deprecates
+        from torch.testing._internal.common_optimizers import optim_db
+    (info,) = (info for info in optim_db if info.optim_cls is torch.optim.AdamW)
+    inputs = info.optim_inputs_func(device="cpu")
+    return inputs, info.optim_error_inputs_func(device="cpu", dtype=torch.float32), info.scheduler_inputs
+
+
+INPUTS, ERROR_INPUTS, SCHEDULER_INPUTS = torchs_inputs()
+
+# Error inputs of torch that the fused step answers in its own words: description -> what it says, and why.
+OWN_WORDS = {
+    "Tensor lr must be 1-element": "lr must be one number",  # checked before torch does, with the group named
+    "beta1 should be between 0 and 1": "beta1 must be a number in",  # the same range, one wording for all our options
+    "weight_decay should > 0": "weight_decay must be a finite number >= 0",  # likewise
+    # Chooses one of torch's steps, which fused_step=True replaces.
+    "lr as Tensor doesn't work with foreach & not capturable": "foreach=True chooses one of torch's steps",
+    r"betas\[0\] as a Tensor is not supported for capturable=False and foreach=True": "foreach=True chooses one of",
+}
+
+
+@pytest.mark.parametrize("entry", INPUTS, ids=lambda entry: entry.desc)
+def test_torchs_own_inputs(entry) -> None:
+    twins = Twins([(SHAPES, {})], **entry.kwargs)
+    for _ in range(4):
+        twins.step()
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("entry", ERROR_INPUTS, ids=lambda entry: entry.optimizer_error_input.desc)
+def test_torchs_own_error_inputs(entry, fused_step) -> None:
+    described = entry.optimizer_error_input
+    params = [torch.nn.Parameter(torch.ones(1))] if described.params is None else described.params
+    expected = OWN_WORDS.get(described.desc, entry.error_regex) if fused_step else entry.error_regex
+    if entry.error_type is UserWarning:
+        with pytest.warns(UserWarning, match=expected):
+            ruda_torch.AdamW(params, fused_step=fused_step, **described.kwargs)
+        return
+    with pytest.raises(entry.error_type, match=expected):
+        ruda_torch.AdamW(params, fused_step=fused_step, **described.kwargs)
+
+
+def test_the_list_of_own_words_is_up_to_date() -> None:
+    assert OWN_WORDS.keys() <= {entry.optimizer_error_input.desc for entry in ERROR_INPUTS}
+
+
+@pytest.mark.parametrize("index", range(len(SCHEDULER_INPUTS)))
+def test_torchs_own_scheduler_inputs(index) -> None:
+    twins = Twins([(SHAPES, {})], lr=0.01)
+    both = [[make(optimizer) for make in SCHEDULER_INPUTS[index]] for optimizer in (twins.ours, twins.theirs)]
+    for _ in range(5):
+        twins.step()
+        for schedules in both:
+            for schedule in schedules:
+                schedule.step(*([1.0] if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else []))
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+def one(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(2, dtype=dtype))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"fused_step": 1}, InvalidOption, "fused_step must be True or False, got 1"),
+        ({"check_finite": None}, InvalidOption, "check_finite must be True or False, got None"),
+        ({"max_grad_norm": 1.0}, InvalidOption, "max_grad_norm needs fused_step=True"),
+        ({"hierarchical_stats": True}, InvalidOption, "hierarchical_stats needs fused_step=True"),
+        ({"split_master": True}, InvalidOption, "split_master needs fused_step=True"),
+        ({"max_grad_norm": -1.0, "fused_step": True}, InvalidOption, "None or a finite number >= 0, got -1.0"),
+        ({"max_grad_norm": np.inf, "fused_step": True}, InvalidOption, "None or a finite number >= 0, got inf"),
+        ({"foreach": True, "fused_step": True}, InvalidOption, "foreach=True chooses one of torch's steps"),
+        ({"fused": True, "fused_step": True}, InvalidOption, "fused=True chooses one of torch's steps"),
+        ({"differentiable": True, "fused_step": True}, InvalidOption, "differentiable=True chooses one of"),
+        ({"lr": -1.0, "fused_step": True}, InvalidOption, "group 0: learning_rate must be a finite number >= 0"),
+        ({"lr": np.nan, "fused_step": True}, InvalidOption, "group 0: learning_rate must be a finite number >= 0"),
+        (
+            {"lr": torch.ones(2), "fused_step": True},
+            InvalidOption,
+            r"lr must be one number, got a tensor of shape \(2,\)",
+        ),
+        ({"betas": (0.9, 1.0), "fused_step": True}, InvalidOption, r"beta2 must be a number in \[0, 1\), got 1.0"),
+        ({"betas": 0.9, "fused_step": True}, InvalidOption, "betas must be two numbers"),
+        ({"eps": 0.0, "fused_step": True}, InvalidOption, "epsilon must be a finite number > 0, got 0.0"),
+        ({"eps": 1e-60, "fused_step": True}, InvalidOption, "epsilon must be > 0 and finite in FP32"),
+        ({"params": one(torch.float64), "fused_step": True}, InvalidTensor, "parameter 0 of group 0 must be float32, "),
+        ({"params": one(torch.complex64), "fused_step": True}, InvalidTensor, "got torch.complex64"),
+        (
+            {"params": one(torch.float16), "fused_step": True, "split_master": True},
+            InvalidTensor,
+            "float16; split_master=True serves bfloat16",
+        ),
+    ],
+)
+def test_the_constructor_refuses(arguments, error, message) -> None:
+    with pytest.raises(error, match=message):
+        ruda_torch.AdamW(**{"params": one(), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"params": one(), "lr": -1.0}, "group 1: learning_rate"),
+        ({"params": one(), "betas": (0.9,)}, "group 1: betas must be two numbers"),
+        ({"params": one(torch.float64)}, "parameter 0 of group 1 must be float32"),
+        ({"params": [*one(), *one(torch.float64)]}, "parameter 1 of group 1 must be float32"),
+    ],
+)
+def test_a_late_group_is_refused_before_it_is_added(group, message) -> None:
+    optimizer = ruda_torch.AdamW(one(), fused_step=True)
+    with pytest.raises(FusedAdamWError, match=message):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("lr", -1.0), ("lr", np.nan), ("betas", (0.9, 1.0)), ("betas", (0.9,)), ("eps", 0.0), ("weight_decay", -1.0)],
+)
+def test_a_bad_hyperparameter_set_later_stops_the_step_before_any_write(name, bad) -> None:
+    twins = groups()
+    twins.step()
+    before = bits_of(twins.ours)
+    twins.ours.param_groups[3][name] = bad
+    twins.backward()
+    with pytest.raises(InvalidOption, match="group 3: "):
+        twins.ours.step()
+    assert all(map(same_bits, before, bits_of(twins.ours)))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda g: g.to_sparse(), "gradient of parameter 1 of group 0 must be dense, got layout torch.sparse_coo"),
+        (torch._neg_view, "gradient of parameter 1 of group 0 is a lazily negated view"),
+        (lambda g: torch._efficientzerotensor(g.shape), "parameter 1 of group 0 is zero without memory"),
+    ],
+    ids=["sparse", "negated", "zero tensor"],
+)
+@pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later step"])
+def test_a_gradient_that_cannot_be_read_stops_the_step_before_any_write(bad, message, steps) -> None:
+    """Autograd itself can hand over a lazily negated gradient: a custom backward may return one."""
+    twins = Twins([(SHAPES, {})], **STRONG)
+    for _ in range(steps):
+        twins.step()
+    before = bits_of(twins.ours)
+    twins.backward()
+    good = twins.pairs[1][0].grad
+    twins.pairs[1][0].grad = bad(good)
+    with pytest.raises(InvalidTensor, match=message):
+        twins.ours.step()
+    assert all(map(same_bits, before, bits_of(twins.ours)))
+    twins.pairs[1][0].grad = good
+    twins.ours.step()
+    twins.theirs.step()
+    twins.compare()
+
+
+def test_a_custom_backward_can_return_a_negated_gradient() -> None:
+    class Negate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return -x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return torch._neg_view(gradient.clone())
+
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = ruda_torch.AdamW([parameter], fused_step=True)
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    optimizer.zero_grad()
+    Negate.apply(parameter).sum().backward()
+    assert parameter.grad.is_neg()
+    before = parameter.clone()
+    with pytest.raises(InvalidTensor, match=r"assign p.grad.resolve_neg\(\)"):
+        optimizer.step()
+    parameter.grad = parameter.grad.resolve_neg()
+    optimizer.step()
+    assert not same_bits(before, parameter)
+    assert (as_array(optimizer.state[parameter]["exp_avg"]) < 0.09).all()
