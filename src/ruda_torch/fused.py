@@ -276,11 +276,11 @@ class FusedStep:
     def _group_options(self, number: int, group: dict[str, Any]) -> AdamWOptions:
         """A group's hyperparameters, checked; the same object while their values stay the same."""
         betas = group["betas"]
-        if len(betas) != 2:
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise InvalidOption(f"group {number}: betas must be two numbers in [0, 1), got {betas!r}")
         values = (group["lr"], *betas, group["eps"], group["weight_decay"])
         if any(isinstance(value, torch.Tensor) for value in values):
-            values = tuple(value.item() if isinstance(value, torch.Tensor) else value for value in values)
+            values = tuple(_number(number, value) for value in values)
         key = (values, group["amsgrad"], group["maximize"])
         known = self._options.get(number)
         if known is not None and known[0] == key:
@@ -292,3 +292,13 @@ class FusedStep:
             raise InvalidOption(f"group {number}: {error}") from None
         self._options[number] = (key, options)
         return options
+
+
+def _number(group: int, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() != 1:
+        raise InvalidOption(
+            f"group {group}: a hyperparameter must be one number, got a tensor of shape {tuple(value.shape)}"
+        )
+    return value.item()
