@@ -31,7 +31,7 @@ VERSION = "RUDA_PTX_VERSION"
 
 
 def test_the_interpreter_agrees_with_the_cpu_operator() -> None:
-    """Runs simulated_ptx.py, whose 180 tests need TRITON_INTERPRET before Triton is imported."""
+    """Runs simulated_ptx.py, whose tests need TRITON_INTERPRET before Triton is imported."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -56,14 +56,16 @@ def test_a_simulated_record_needs_the_interpreter() -> None:
         ("update", Flag.AMSGRAD),
         ("update", Flag.GRAD_BF16 | Flag.COPY_BF16 | Flag.SPLIT),
         ("update", Flag.GRAD_FP16 | Flag.COPY_BF16 | Flag.AMSGRAD | Flag.STRIDED),
+        ("update", ptx_launch.GENERAL_KIND),
         ("analyze", Flag.GRAD_BF16),
+        ("analyze", ptx_launch.GENERAL_KIND),
         ("merge", True),
         ("decide", None),
     ],
     ids=str,
 )
 def test_compiled_kernels_are_what_they_should_be(name: str, kind: object, target: str) -> None:
-    """Six of the 57 kernels of a target; `make gpu`'s and the runner's `build` suite compile all of them."""
+    """Eight of the 59 kernels of a target; `make gpu`'s and the runner's `build` suite compile all of them."""
     specialization = {
         "update": ptx_launch.update_specialization,
         "analyze": ptx_launch.analyze_specialization,
@@ -233,8 +235,8 @@ def test_host_path_only_arguments_of_a_launch(stub: StubDriver) -> None:
     ((x, y, z, _stream, function, _packed, _metadata, _enter, _exit, *arguments),) = stub.launches
     assert (x, y, z, function) == (6, 1, 1, "function")
     assert len(arguments) == len(ptx.update_kernel.arg_names)
-    assert arguments[5:9] == [3, 0, 0, 0.5]
-    assert arguments[9:] == list(dict(ptx_launch.update_specialization(0).constants).values())
+    assert arguments[5:8] == [3, 0, 0.5]
+    assert arguments[8:] == list(dict(ptx_launch.update_specialization(0).constants).values())
 
 
 def test_host_path_only_the_ptx_version_reaches_the_compiler(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +272,7 @@ def test_host_path_only_without_a_compiled_object_the_public_path_is_taken(
     assert stub.loaded == ["update_kernel"]
     (launch, again) = stub.launches
     assert launch[:3] == again[:3] == (1, 1, 1)
-    assert list(launch[14:18]) == [1, 0, 0, 0.5]
+    assert list(launch[14:17]) == [1, 0, 0.5]
 
 
 # --------------------------------------------------------------------------------------------------------- availability

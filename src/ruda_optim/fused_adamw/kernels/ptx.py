@@ -26,7 +26,6 @@ except ImportError as error:
 
 from . import Kernels, ptx_launch
 from .ptx_memory import (
-    ABS_MASK,
     ALIGNED,
     AMSGRAD,
     COEFFICIENTS,
@@ -39,9 +38,9 @@ from .ptx_memory import (
     EXP_AVG_SQ_OUT,
     FIRST,
     FLAGS,
+    GENERAL,
     GRAD,
     INFINITY,
-    INFINITY_BITS,
     LAYOUT,
     MAX_EXP_AVG_SQ,
     MAX_EXP_AVG_SQ_OUT,
@@ -54,18 +53,21 @@ from .ptx_memory import (
     STRIDED,
     bf16_from_float,
     block_of_program,
-    float_bits,
     gradient_pointer,
+    has,
     join_master,
     read,
     read_addresses,
     read_coefficients,
     read_entry,
+    read_general_gradient,
     read_gradient,
-    read_moment,
+    read_if,
+    split_master,
     strided_offsets,
     typed_pointer,
     write,
+    write_if,
 )
 from .ptx_statistics import analyze_kernel, merge_kernel
 
@@ -102,7 +104,7 @@ def _adamw_element(c, inverse_scale, signed_clip, g, p, m, v, v_max, AMSGRAD: tl
 
 @triton.jit
 def _update_block(
-    a, base, offsets, mask, layout, first, c, inverse_scale, signed_clip, KIND: tl.constexpr, VECTOR: tl.constexpr
+    a, base, offsets, mask, layout, flags, c, inverse_scale, signed_clip, KIND: tl.constexpr, VECTOR: tl.constexpr
 ):
     """Loads, updates and stores the elements ``base + offsets`` of one tensor; ``a``: its addresses by Field."""
     if STRIDED & KIND:
@@ -111,11 +113,12 @@ def _update_block(
     else:
         at_p, at_g, at_m, at_v, at_x, at_copy, at_low = offsets, offsets, offsets, offsets, offsets, offsets, offsets
         start = base
+    present = 1 - tl.where(has(flags, FIRST) != 0, 1, 0)
     g = read_gradient(gradient_pointer(a[GRAD], KIND, VECTOR) + start, at_g, mask, KIND, VECTOR)
-    m = read_moment(typed_pointer(a[EXP_AVG], tl.float32, VECTOR) + start, at_m, mask, first, VECTOR)
-    v = read_moment(typed_pointer(a[EXP_AVG_SQ], tl.float32, VECTOR) + start, at_v, mask, first, VECTOR)
+    m = read_if(typed_pointer(a[EXP_AVG], tl.float32, VECTOR) + start, at_m, mask, present, VECTOR)
+    v = read_if(typed_pointer(a[EXP_AVG_SQ], tl.float32, VECTOR) + start, at_v, mask, present, VECTOR)
     if AMSGRAD & KIND:
-        v_max = read_moment(typed_pointer(a[MAX_EXP_AVG_SQ], tl.float32, VECTOR) + start, at_x, mask, first, VECTOR)
+        v_max = read_if(typed_pointer(a[MAX_EXP_AVG_SQ], tl.float32, VECTOR) + start, at_x, mask, present, VECTOR)
     else:
         v_max = v
     if SPLIT & KIND:
@@ -132,10 +135,9 @@ def _update_block(
     if AMSGRAD & KIND:
         write(typed_pointer(a[MAX_EXP_AVG_SQ_OUT], tl.float32, VECTOR) + start, at_x, v_max, mask, VECTOR)
     if SPLIT & KIND:
-        bits = float_bits(p)
-        bits = tl.where((bits & ABS_MASK) > INFINITY_BITS, 0x7FC00000, bits)
-        write(high, at_copy, ((bits + 0x8000) >> 16).to(tl.int16), mask, VECTOR)
-        write(low, at_low, bits.to(tl.int16), mask, VECTOR)
+        high_half, low_half = split_master(p)
+        write(high, at_copy, high_half, mask, VECTOR)
+        write(low, at_low, low_half, mask, VECTOR)
     else:
         write(typed_pointer(a[PARAM_OUT], tl.float32, VECTOR) + start, at_p, p, mask, VECTOR)
         if COPY_FP16 & KIND:
@@ -145,8 +147,60 @@ def _update_block(
             write(typed_pointer(a[COPY], tl.int16, VECTOR) + start, at_copy, bf16_from_float(p), mask, VECTOR)
 
 
+@triton.jit
+def _update_general_block(
+    a,
+    base,
+    offsets,
+    mask,
+    layout,
+    flags,
+    c,
+    inverse_scale,
+    signed_clip,
+    WALK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """_update_block for tensors of any kind: accesses that a tensor does not have are masked off. WALK: by layout."""
+    if WALK:
+        at_p, at_g, at_m, at_v, at_x, at_copy, at_low = strided_offsets(layout, base + offsets, GENERAL)
+        start = base * 0
+    else:
+        at_p, at_g, at_m, at_v, at_x, at_copy, at_low = offsets, offsets, offsets, offsets, offsets, offsets, offsets
+        start = base
+    present = 1 - tl.where(has(flags, FIRST) != 0, 1, 0)
+    amsgrad = has(flags, AMSGRAD)
+    split = has(flags, SPLIT)
+    whole = 1 - tl.where(split != 0, 1, 0)
+    half = typed_pointer(a[COPY], tl.int16, VECTOR) + start
+    low = typed_pointer(a[REMAINDER], tl.int16, VECTOR) + start
+    g = read_general_gradient(a[GRAD], start, at_g, mask, flags, VECTOR)
+    m = read_if(typed_pointer(a[EXP_AVG], tl.float32, VECTOR) + start, at_m, mask, present, VECTOR)
+    v = read_if(typed_pointer(a[EXP_AVG_SQ], tl.float32, VECTOR) + start, at_v, mask, present, VECTOR)
+    maximum = typed_pointer(a[MAX_EXP_AVG_SQ], tl.float32, VECTOR) + start
+    v_max = read_if(maximum, at_x, mask, amsgrad * present, VECTOR)
+    v_max = tl.where(amsgrad != 0, v_max, -INFINITY)  # below every second moment, so that the maximum is the new one
+    joined = join_master(read_if(half, at_copy, mask, split, VECTOR), read_if(low, at_low, mask, split, VECTOR))
+    p = read_if(typed_pointer(a[PARAM], tl.float32, VECTOR) + start, at_p, mask, whole, VECTOR)
+    p = tl.where(split != 0, joined, p)
+
+    p, m, v, v_max = _adamw_element(c, inverse_scale, signed_clip, g, p, m, v, v_max, True)
+
+    write(typed_pointer(a[EXP_AVG_OUT], tl.float32, VECTOR) + start, at_m, m, mask, VECTOR)
+    write(typed_pointer(a[EXP_AVG_SQ_OUT], tl.float32, VECTOR) + start, at_v, v, mask, VECTOR)
+    maximum_out = typed_pointer(a[MAX_EXP_AVG_SQ_OUT], tl.float32, VECTOR) + start
+    write_if(maximum_out, at_x, v_max, mask, amsgrad, VECTOR)
+    write_if(typed_pointer(a[PARAM_OUT], tl.float32, VECTOR) + start, at_p, p, mask, whole, VECTOR)
+    high_half, low_half = split_master(p)
+    write_if(low, at_low, low_half, mask, split, VECTOR)
+    rounded = tl.where(split != 0, high_half, bf16_from_float(p))
+    write_if(half, at_copy, rounded, mask, has(flags, COPY_BF16), VECTOR)
+    fp16 = typed_pointer(a[COPY], tl.float16, VECTOR) + start
+    write_if(fp16, at_copy, p.to(tl.float16), mask, has(flags, COPY_FP16), VECTOR)
+
+
 _UPDATE_ARGUMENTS = ["fields", "layouts", "blocks", "coefficients", "decision"]
-_UPDATE_ARGUMENTS += ["n", "first_block", "row_per_tensor", "inverse_scale"]
+_UPDATE_ARGUMENTS += ["n", "row_per_tensor", "inverse_scale"]
 
 
 @triton.jit(do_not_specialize=_UPDATE_ARGUMENTS)
@@ -157,7 +211,6 @@ def update_kernel(
     coefficients,
     decision,
     n,
-    first_block,
     row_per_tensor,
     inverse_scale,
     KIND: tl.constexpr,
@@ -168,7 +221,7 @@ def update_kernel(
     """One chunk of one tensor per program."""
     if tl.load(decision) != 0.0:
         return
-    tensor, chunk = block_of_program(blocks, first_block)
+    tensor, chunk = block_of_program(blocks)
     flags = read_entry(fields, FLAGS, n, tensor)
     base = chunk * CHUNK
     count = tl.minimum(read_entry(fields, NUMEL, n, tensor) - base, CHUNK).to(tl.int32)
@@ -178,18 +231,31 @@ def update_kernel(
     c = read_coefficients(coefficients + row * 8)
     a = read_addresses(fields, n, tensor)
     signed_clip = tl.load(decision + 1) * c[7]
-    first = (flags & FIRST).to(tl.int32)
     layout = layouts + read_entry(fields, LAYOUT, n, tensor)
     done = 0
     if (STRIDED & KIND) == 0:
         whole = tl.where((flags & ALIGNED) != 0, count // BLOCK, 0)
         for b in range(whole):
             at = b * BLOCK + tl.arange(0, BLOCK)
-            _update_block(a, base, at, at < count, layout, first, c, inverse_scale, signed_clip, KIND, True)
+            if GENERAL & KIND:
+                _update_general_block(
+                    a, base, at, at < count, layout, flags, c, inverse_scale, signed_clip, False, True
+                )
+            else:
+                _update_block(a, base, at, at < count, layout, flags, c, inverse_scale, signed_clip, KIND, True)
         done = whole * BLOCK
-    for b in range(done, count, TAIL):
-        at = b + tl.arange(0, TAIL)
-        _update_block(a, base, at, at < count, layout, first, c, inverse_scale, signed_clip, KIND, False)
+    if GENERAL & KIND:
+        flat_end = tl.where((flags & STRIDED) != 0, done, count)
+        for b in range(done, flat_end, TAIL):
+            at = b + tl.arange(0, TAIL)
+            _update_general_block(a, base, at, at < count, layout, flags, c, inverse_scale, signed_clip, False, False)
+        for b in range(flat_end, count, TAIL):
+            at = b + tl.arange(0, TAIL)
+            _update_general_block(a, base, at, at < count, layout, flags, c, inverse_scale, signed_clip, True, False)
+    else:
+        for b in range(done, count, TAIL):
+            at = b + tl.arange(0, TAIL)
+            _update_block(a, base, at, at < count, layout, flags, c, inverse_scale, signed_clip, KIND, False)
 
 
 # ---- the capturable decision -----------------------------------------------------------------------------------------

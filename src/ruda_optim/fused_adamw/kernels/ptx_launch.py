@@ -18,7 +18,8 @@ import torch
 
 from ..errors import InvalidOption
 from . import Kernels
-from .device_table import STATISTICS_KIND, UPDATE_KIND, device_table
+from .device_table import STATISTICS_KIND, UPDATE_KIND, BlockMap, device_table
+from .ptx_memory import GENERAL_KIND
 from .tables import Flag
 
 if TYPE_CHECKING:
@@ -69,16 +70,20 @@ class Specialization:
 
 @functools.cache
 def update_specialization(kind: int) -> Specialization:
-    """The update of tensors whose ``flags & UPDATE_KIND`` is ``kind``."""
-    tail = STRIDED_TAIL if kind & Flag.STRIDED else UPDATE_TAIL
+    """The update of tensors whose ``flags & UPDATE_KIND`` is ``kind``, or of any (``GENERAL_KIND``)."""
+    tail = STRIDED_TAIL if kind & (Flag.STRIDED | GENERAL_KIND) else UPDATE_TAIL
     return Specialization((("KIND", kind), ("CHUNK", UPDATE_CHUNK), ("BLOCK", UPDATE_BLOCK), ("TAIL", tail)))
 
 
 @functools.cache
 def analyze_specialization(kind: int) -> Specialization:
-    """The statistics of tensors whose ``flags & STATISTICS_KIND`` is ``kind``."""
-    tail = STRIDED_TAIL if kind & Flag.STRIDED else STATISTICS_TAIL
-    return Specialization((("KIND", kind), ("CHUNK", STATISTICS_CHUNK), ("BLOCK", STATISTICS_BLOCK), ("TAIL", tail)))
+    """The statistics of tensors whose ``flags & STATISTICS_KIND`` is ``kind``, or of any (``GENERAL_KIND``)."""
+    block, tail = STATISTICS_BLOCK, STATISTICS_TAIL
+    if kind == GENERAL_KIND:
+        block, tail = block // 4, STRIDED_TAIL  # three loads, and a strided walk
+    elif kind & Flag.STRIDED:
+        tail = STRIDED_TAIL
+    return Specialization((("KIND", kind), ("CHUNK", STATISTICS_CHUNK), ("BLOCK", block), ("TAIL", tail)))
 
 
 @functools.cache
@@ -96,11 +101,11 @@ def every_specialization() -> dict[str, list[Specialization]]:
     gradients = (0, int(Flag.GRAD_FP16), int(Flag.GRAD_BF16))
     copies = (0, int(Flag.COPY_FP16), int(Flag.COPY_BF16), int(Flag.COPY_BF16 | Flag.SPLIT))
     amsgrad = (0, int(Flag.AMSGRAD))
+    updates = [g | c | a | s for s in strided for g in gradients for c in copies for a in amsgrad]
+    statistics = [g | s for s in strided for g in gradients]
     return {
-        "update": [
-            update_specialization(g | c | a | s) for s in strided for g in gradients for c in copies for a in amsgrad
-        ],
-        "analyze": [analyze_specialization(g | s) for s in strided for g in gradients],
+        "update": [update_specialization(kind) for kind in (*updates, GENERAL_KIND)],
+        "analyze": [analyze_specialization(kind) for kind in (*statistics, GENERAL_KIND)],
         "merge": [merge_specialization(False), merge_specialization(True)],
         "decide": [DECIDE],
     }
@@ -110,7 +115,7 @@ def every_specialization() -> dict[str, list[Specialization]]:
 
 # The first PTX version that knows an architecture (the 'a' variant from 9.0 on, which is what Triton compiles for).
 # A lower one ends the process inside LLVM instead of raising.
-_FIRST_PTX = {75: 63, 80: 70, 86: 71, 87: 74, 89: 78, 90: 80, 100: 86, 101: 86, 103: 88, 110: 90, 120: 87, 121: 88}
+_FIRST_PTX = {75: 63, 80: 70, 86: 71, 87: 74, 89: 78, 90: 80, 100: 86, 103: 88, 110: 90, 120: 87, 121: 88}
 
 
 def parse_ptx_version(text: str, arch: int, newest: int) -> int:
@@ -222,6 +227,11 @@ def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+def _kind(blocks: BlockMap) -> int:
+    """One launch serves the whole table: a kernel for its kind, or the general one if its tensors differ in kind."""
+    return blocks.ranges[0].kind if len(blocks.ranges) == 1 else GENERAL_KIND
+
+
 def kernels(functions: Functions, simulate: bool) -> Kernels:
     """The record of callables; see ``ptx.kernels``."""
     if simulate != interpreted(functions):
@@ -248,10 +258,15 @@ def kernels(functions: Functions, simulate: bool) -> Kernels:
             if decision is None:
                 coefficients, decision = copy.step_values(coefficients, clip_factor)
             memory = (copy.fields, copy.layouts, blocks.entries, coefficients, decision)
-            for part in blocks.ranges:
-                numbers = (len(table), part.first, row_per_tensor, float(inverse_scale))
-                specialization = update_specialization(part.kind)
-                launch(functions.update, specialization, part.count, *memory, *numbers, simulate=simulate)
+            numbers = (len(table), row_per_tensor, float(inverse_scale))
+            launch(
+                functions.update,
+                update_specialization(_kind(blocks)),
+                blocks.blocks,
+                *memory,
+                *numbers,
+                simulate=simulate,
+            )
 
     def analyze_gradient(table: LaunchTable, rows: Tensor, inverse_scale: float) -> None:
         with _on_device(table.device):
@@ -260,10 +275,17 @@ def kernels(functions: Functions, simulate: bool) -> Kernels:
             blocks = copy.blocks(table, STATISTICS_CHUNK, STATISTICS_KIND, reverse=True)
             _check_rows("analyze_gradient", "statistics rows", rows, blocks.blocks)
             memory = (copy.fields, copy.layouts, blocks.entries, rows)
-            for part in blocks.ranges:
-                numbers = (len(table), part.first, blocks.blocks, float(inverse_scale))
-                specialization = analyze_specialization(part.kind)
-                launch(functions.analyze, specialization, part.count, *memory, *numbers, simulate=simulate)
+            if blocks.blocks == 0:
+                return
+            numbers = (len(table), blocks.blocks, float(inverse_scale))
+            launch(
+                functions.analyze,
+                analyze_specialization(_kind(blocks)),
+                blocks.blocks,
+                *memory,
+                *numbers,
+                simulate=simulate,
+            )
 
     def merge_gradient_stats_chunks(rows: Tensor, merged: Tensor, fan_in: int) -> None:
         count = rows.numel() // 3

@@ -40,6 +40,10 @@ SPLIT = tl.constexpr(int(Flag.SPLIT))
 STRIDED = tl.constexpr(int(Flag.STRIDED))
 ALIGNED = tl.constexpr(int(Flag.ALIGNED))
 
+# Instead of a kind: every tensor's kind is read from its flags while the kernel runs. For tables of mixed kinds.
+GENERAL_KIND = 1 << 20
+GENERAL = tl.constexpr(GENERAL_KIND)
+
 INFINITY = tl.constexpr(float("inf"))
 ABS_MASK = tl.constexpr(0x7FFFFFFF)
 INFINITY_BITS = tl.constexpr(0x7F800000)  # NaN > infinity > every finite magnitude, compared as integers
@@ -83,14 +87,30 @@ def read(pointer, offsets, mask, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def read_moment(pointer, offsets, mask, first, VECTOR: tl.constexpr):
-    """As read; zeros, without a look at the memory, if ``first`` (one answer for the whole block) is not 0."""
+def read_if(pointer, offsets, mask, condition, VECTOR: tl.constexpr):
+    """As read; zeros, without a look at the memory, unless ``condition`` (int32, one for the whole block) is not 0."""
     # Compared after the broadcast: the interpreter takes no broadcast truth value for a mask.
-    present = tl.broadcast_to(first, offsets.shape) == 0
+    wanted = tl.broadcast_to(condition, offsets.shape) != 0
     if VECTOR:
-        return tl.load(pointer + offsets, mask=present, other=0.0)
+        return tl.load(pointer + offsets, mask=wanted, other=0)
     else:
-        return tl.load(pointer + offsets, mask=mask & present, other=0.0)
+        return tl.load(pointer + offsets, mask=mask & wanted, other=0)
+
+
+@triton.jit
+def write_if(pointer, offsets, value, mask, condition, VECTOR: tl.constexpr):
+    """As write, if ``condition`` (int32, one for the whole block) is not 0."""
+    wanted = tl.broadcast_to(condition, offsets.shape) != 0
+    if VECTOR:
+        tl.store(pointer + offsets, value, mask=wanted)
+    else:
+        tl.store(pointer + offsets, value, mask=mask & wanted)
+
+
+@triton.jit
+def has(flags, bits: tl.constexpr):
+    """int32, not 0 if one of ``bits`` is set."""
+    return (flags & bits).to(tl.int32)
 
 
 @triton.jit
@@ -136,6 +156,14 @@ def join_master(high, low):
 
 
 @triton.jit
+def split_master(x):
+    """An FP32 master as csrc/half.h splits it: BF16 with ties away from zero, and the low 16 bits."""
+    bits = float_bits(x)
+    bits = tl.where((bits & ABS_MASK) > INFINITY_BITS, 0x7FC00000, bits)
+    return ((bits + 0x8000) >> 16).to(tl.int16), bits.to(tl.int16)
+
+
+@triton.jit
 def read_gradient(pointer, offsets, mask, KIND: tl.constexpr, VECTOR: tl.constexpr):
     """Stored gradient values as FP32, exact."""
     stored = read(pointer, offsets, mask, VECTOR)
@@ -143,6 +171,19 @@ def read_gradient(pointer, offsets, mask, KIND: tl.constexpr, VECTOR: tl.constex
         return float_from_bf16(stored)
     else:
         return stored.to(tl.float32)
+
+
+@triton.jit
+def read_general_gradient(address, start, offsets, mask, flags, VECTOR: tl.constexpr):
+    """Stored gradient values as FP32, of the type that the flags name: of three loads two do nothing."""
+    is_fp16 = has(flags, GRAD_FP16)
+    is_bf16 = has(flags, GRAD_BF16)
+    is_fp32 = 1 - tl.where(is_fp16 + is_bf16 != 0, 1, 0)
+    wide = read_if(typed_pointer(address, tl.float32, VECTOR) + start, offsets, mask, is_fp32, VECTOR)
+    fp16 = read_if(typed_pointer(address, tl.float16, VECTOR) + start, offsets, mask, is_fp16, VECTOR)
+    bf16 = read_if(typed_pointer(address, tl.int16, VECTOR) + start, offsets, mask, is_bf16, VECTOR)
+    half = tl.where(is_fp16 != 0, fp16.to(tl.float32), float_from_bf16(bf16))
+    return tl.where(is_fp32 != 0, wide, half)
 
 
 @triton.jit
@@ -170,13 +211,13 @@ def strided_offsets(layout, index, KIND: tl.constexpr):
         gradient += column * tl.load(strides + dimensions + d)
         exp_avg += column * tl.load(strides + dimensions * 2 + d)
         exp_avg_sq += column * tl.load(strides + dimensions * 3 + d)
-        if AMSGRAD & KIND:
+        if (AMSGRAD | GENERAL) & KIND:
             max_exp_avg_sq += column * tl.load(strides + dimensions * 4 + d)
-        if (COPY_FP16 | COPY_BF16) & KIND:
+        if (COPY_FP16 | COPY_BF16 | GENERAL) & KIND:
             copy += column * tl.load(strides + dimensions * 5 + d)
-        if SPLIT & KIND:
+        if (SPLIT | GENERAL) & KIND:
             remainder += column * tl.load(strides + dimensions * 6 + d)
-        else:
+        if (SPLIT & KIND) == 0:
             parameter += column * tl.load(strides + d)
     return parameter, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, copy, remainder
 
@@ -215,8 +256,8 @@ def read_coefficients(c):
 
 
 @triton.jit
-def block_of_program(blocks, first):
+def block_of_program(blocks):
     """(tensor, chunk) of this program."""
-    entry = tl.load(blocks + first + tl.program_id(0))
+    entry = tl.load(blocks + tl.program_id(0))
     tensor = entry >> 32
     return tensor, entry - (tensor << 32)

@@ -11,6 +11,8 @@ import triton.language as tl
 
 from .ptx_memory import (
     ABS_MASK,
+    FLAGS,
+    GENERAL,
     GRAD,
     INFINITY_BITS,
     LAYOUT,
@@ -21,6 +23,7 @@ from .ptx_memory import (
     float_bits,
     gradient_pointer,
     read_entry,
+    read_general_gradient,
     read_gradient,
     strided_offsets,
 )
@@ -54,7 +57,15 @@ def _add_block(largest, bad, frame, total, x):
     return largest, bad, next_frame, total * shrink * shrink + tl.sum(x * x)
 
 
-_ANALYZE_ARGUMENTS = ["fields", "layouts", "blocks", "rows", "n", "first_block", "block_count", "inverse_scale"]
+@triton.jit
+def _stored(address, start, offsets, mask, flags, KIND: tl.constexpr, VECTOR: tl.constexpr):
+    if GENERAL & KIND:
+        return read_general_gradient(address, start, offsets, mask, flags, VECTOR)
+    else:
+        return read_gradient(gradient_pointer(address, KIND, VECTOR) + start, offsets, mask, KIND, VECTOR)
+
+
+_ANALYZE_ARGUMENTS = ["fields", "layouts", "blocks", "rows", "n", "block_count", "inverse_scale"]
 
 
 @triton.jit(do_not_specialize=_ANALYZE_ARGUMENTS)
@@ -64,7 +75,6 @@ def analyze_kernel(
     blocks,
     rows,
     n,
-    first_block,
     block_count,
     inverse_scale,
     KIND: tl.constexpr,
@@ -73,35 +83,40 @@ def analyze_kernel(
     TAIL: tl.constexpr,
 ):
     """One statistics row per program: (scale, sumsq, bad) of one chunk of one gradient."""
-    tensor, chunk = block_of_program(blocks, first_block)
-    row = tl.load(blocks + block_count + first_block + tl.program_id(0))
+    tensor, chunk = block_of_program(blocks)
+    row = tl.load(blocks + block_count + tl.program_id(0))
     base = chunk * CHUNK
     count = tl.minimum(read_entry(fields, NUMEL, n, tensor) - base, CHUNK).to(tl.int32)
     address = read_entry(fields, GRAD, n, tensor)
-    gradient = gradient_pointer(address, KIND, False)
+    flags = read_entry(fields, FLAGS, n, tensor)
+    layout = layouts + read_entry(fields, LAYOUT, n, tensor)
     largest = count * 0
     frame = largest + 253
     bad = inverse_scale * 0.0
     total = inverse_scale * 0.0
     done = 0
-    if STRIDED & KIND:
-        layout = layouts + read_entry(fields, LAYOUT, n, tensor)
-    else:
-        vectors = gradient_pointer(address, KIND, True)
-        aligned = (address & 15) == 0
-        whole = tl.where(aligned, count // BLOCK, 0)
+    if (STRIDED & KIND) == 0:
+        whole = tl.where((flags & STRIDED) + (address & 15) == 0, count // BLOCK, 0)
         for b in range(whole):
             at = b * BLOCK + tl.arange(0, BLOCK)
-            x = read_gradient(vectors + base, at, at < count, KIND, True) * inverse_scale
-            largest, bad, frame, total = _add_block(largest, bad, frame, total, x)
+            x = _stored(address, base, at, at < count, flags, KIND, True)
+            largest, bad, frame, total = _add_block(largest, bad, frame, total, x * inverse_scale)
         done = whole * BLOCK
-    for b in range(done, count, TAIL):
-        at = b + tl.arange(0, TAIL)
-        if STRIDED & KIND:
-            x = read_gradient(gradient, strided_offsets(layout, base + at, KIND)[1], at < count, KIND, False)
-        else:
-            x = read_gradient(gradient + base, at, at < count, KIND, False)
-        largest, bad, frame, total = _add_block(largest, bad, frame, total, x * inverse_scale)
+    walked = done
+    if GENERAL & KIND:
+        walked = tl.where((flags & STRIDED) != 0, count, done)
+    if (STRIDED | GENERAL) & KIND:
+        # A general kernel walks a strided tensor from its start, and anything else not at all.
+        for b in range(0, tl.where((flags & STRIDED) != 0, count, 0), TAIL):
+            at = b + tl.arange(0, TAIL)
+            offsets = strided_offsets(layout, base + at, KIND)[1]
+            x = _stored(address, base * 0, offsets, at < count, flags, KIND, False)
+            largest, bad, frame, total = _add_block(largest, bad, frame, total, x * inverse_scale)
+    if (STRIDED & KIND) == 0:
+        for b in range(walked, count, TAIL):
+            at = b + tl.arange(0, TAIL)
+            x = _stored(address, base, at, at < count, flags, KIND, False)
+            largest, bad, frame, total = _add_block(largest, bad, frame, total, x * inverse_scale)
     scale = bits_float(largest)
     framed = tl.where(largest == 0, 1.0, scale * _power_of_two(frame))
     tl.store(rows + row * 3, scale)
