@@ -43,9 +43,14 @@ def contents(optimizer):
     for p in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
         state = optimizer.state.get(p, {})
         for name, tensor in [("parameter", p.detach()), *sorted(state.items())]:
-            raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-            found.append((name, tensor.dtype, tuple(tensor.shape), raw))
+            found.append((name, tensor.dtype, tuple(tensor.shape), raw_bytes(tensor)))
     return found
+
+
+def raw_bytes(tensor):
+    """Every bit of a tensor, in logical order."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().view(integer).numpy().tobytes()
 
 
 def saved_and_loaded(saved, how):
