@@ -51,6 +51,17 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.devi
         raise DifferentDevice(f"{name} must be on {device}, got {tensor.device}")
 
 
+def cpu_level() -> str:
+    """The instruction set that the CPU operator uses: the best of this machine, or what ``RUDA_CPU_LEVEL`` names.
+
+    Raises:
+        ImportError: the package was built without the operator.
+        RuntimeError: the processor is too old, or ``RUDA_CPU_LEVEL`` names no level of this machine.
+    """
+    level = int(table_operators().cpu_level.default(torch.empty(0)))
+    return f"x86-64-v{level}" if level else "plain (no x86-64 level)"
+
+
 def statistics_rows(table: LaunchTable) -> int:
     """How many rows :func:`analyze_gradient` writes for ``table``; the backend of its device decides."""
     return table.statistics_rows(select(table.device).statistics_chunk)

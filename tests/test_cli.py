@@ -1,0 +1,139 @@
+"""The console command: ``info`` and ``check``, their exit codes, and what they say when something is wrong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ruda_optim import __version__, cli, self_check
+from ruda_optim.fused_adamw import storage
+
+
+def test_module_prints_the_report_by_default() -> None:
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "ruda_optim"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert result.stdout.startswith(f"ruda-optim {__version__}, torch ")
+    assert {line.split()[0] for line in result.stdout.splitlines() if line[:1].isalpha()} >= {"cpu", "nvrtc", "ptx"}
+
+
+def test_console_command_is_installed() -> None:
+    (entry,) = importlib.metadata.entry_points(group="console_scripts", name="ruda-optim")
+    assert entry.load() is cli.main
+
+
+def test_info_gives_a_reason_for_what_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert cli.main([]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert facts["threads"] >= 1
+    for backend in facts["backends"]:
+        assert len(backend["detail"]) > 10
+        assert " ".join(backend["detail"].split()) in printed
+    assert cli.main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == facts
+
+
+def none_available() -> tuple[storage.Availability, ...]:
+    return (storage.Availability("cpu", False, "built without its C++ operator; install a compiler"),)
+
+
+@pytest.mark.parametrize("command", ["info", "check"])
+def test_nothing_can_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setattr(storage, "available", none_available)
+    assert cli.main([command]) == 1
+    printed = capsys.readouterr().out
+    assert "built without its C++ operator; install a compiler" in printed
+    assert ("nothing was checked" in printed) is (command == "check")
+
+
+def test_refused_instruction_set_is_a_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> str:
+        raise RuntimeError("RUDA_CPU_LEVEL must be one of 3, 2 on this machine; got '9'\nC++ stack")
+
+    monkeypatch.setattr(storage, "cpu_level", refuse)
+    cli.main(["info", "--json"])
+    (cpu,) = [b for b in json.loads(capsys.readouterr().out)["backends"] if b["name"] == "cpu"]
+    assert cpu == {
+        "name": "cpu",
+        "available": False,
+        "detail": "RUDA_CPU_LEVEL must be one of 3, 2 on this machine; got '9'",
+    }
+
+
+def test_check_passes_and_times(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--elements", "16000", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] is True
+    on_cpu = [check for check in report["checks"] if check["where"] == "cpu"]
+    assert [check["case"] for check in on_cpu] == [check.name for check in self_check.CHECKS]
+    assert all(0 <= check["worst"] <= 1 for check in on_cpu)
+    # A bound that no result comes near would not notice a wrong one.
+    assert max(check["worst"] for check in on_cpu) > 0.1
+    assert len([timing for timing in report["timings"] if timing["where"] == "cpu"]) == 3
+    assert all(timing["milliseconds"] > 0 for timing in report["timings"])
+    assert "all 11 checks passed" in cli.check_text({**report, "checks": on_cpu})
+
+
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [(0, 1.0 + 1e-6), (1, 1.0 + 1e-5), (2, 1.0 + 2e-6), (6, float("nan"))],
+    ids=["learning rate", "decay", "first moment", "NaN"],
+)
+def test_check_notices_a_wrong_kernel(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, index: int, value: float
+) -> None:
+    """A coefficient off by a few units in the last place is what a miscompiled kernel may look like."""
+    from ruda_optim.fused_adamw import step
+
+    def slightly_wrong(steps: Any) -> Any:
+        table = storage.coefficient_table(steps)
+        table[:, index] *= value
+        return table
+
+    monkeypatch.setattr(step, "coefficient_table", slightly_wrong)
+    assert cli.main(["check", "--elements", "16000"]) == 1
+    printed = capsys.readouterr().out
+    assert "WRONG" in printed
+    assert "checks failed: please report this" in printed
+    assert "One step, in place" not in printed, "what is wrong is not timed"
+
+
+def test_a_kernel_that_raises_is_a_finding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("cannot compile")
+
+    monkeypatch.setattr(self_check, "adamw_step", broken)
+    assert cli.main(["check", "--elements", "0"]) == 1
+    printed = capsys.readouterr().out
+    assert "RuntimeError: cannot compile" in printed
+    assert "ok" in printed, "the other checks still run"
+
+
+@pytest.mark.parametrize("arguments", [["check", "--elements", "-1"], ["nonsense"], ["info", "extra"]], ids=str)
+def test_unknown_command_lines(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert "usage: ruda-optim" in capsys.readouterr().err
+
+
+def test_missing_torch_is_one_sentence(tmp_path: Any) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
+    result = subprocess.run(
+        [sys.executable, "-c", "from ruda_optim.cli import main; raise SystemExit(main(['info']))"],
+        env={"PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.startswith("ruda-optim needs torch and NumPy: No module named 'torch'")
+    assert len(result.stderr.strip().splitlines()) == 1
