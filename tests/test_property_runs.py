@@ -1,8 +1,8 @@
 """Random runs of an optimizer, in any order of calls, beside a model of what must come out.
 
-The model holds every parameter as one contiguous FP32 tensor and updates it alone with the kernel that test_properties.py
-compares with the reference. So it knows nothing of groups, layouts, half types, launch tables and their reuse, scalers,
-checkpoints and copies: all of that must not change a bit.
+The model holds every parameter as one contiguous FP32 tensor and updates it alone with the kernel, which
+test_properties.py compares with the reference. So it knows nothing of groups, layouts, half types, launch tables and
+their reuse, scalers, checkpoints and copies: all of that must not change a bit.
 """
 
 from __future__ import annotations
