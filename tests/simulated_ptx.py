@@ -138,7 +138,7 @@ def test_every_case_has_the_bits_of_the_cpu_operator_and_lies_within_the_bounds_
         first=True,
     )
     simulated, wanted, (mine,), (theirs,) = tables([memory])
-    for want in expected(case)[:3]:
+    for want in expected(case)[:2]:  # the first step, which reads no moments, and one that does
         if want.step > 1:
             given = gradient(want.step)
             simulated.set_gradient(0, given)
