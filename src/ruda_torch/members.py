@@ -229,9 +229,9 @@ def _check_state(member: Member, *, split_master: bool, capturable: bool) -> Non
     if parameter.dtype is not torch.float32:
         wanted += [(MASTER, torch.float32), (REMAINDER, torch.bfloat16)]
     for key, dtype in wanted:
-        tensor = state.get(key)
-        if tensor is None:
+        if key not in state:
             continue
+        tensor = state[key]
         if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype:
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise InvalidState(
