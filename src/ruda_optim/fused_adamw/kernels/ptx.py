@@ -75,7 +75,7 @@ from .ptx_statistics import analyze_kernel, merge_kernel
 
 
 @triton.jit
-def _lerp(old, x, weight):
+def lerp(old, x, weight):
     """csrc/adamw_update.h, lerp: old + weight * (x - old) from whichever end is nearer. A subtraction is the addition
     of the negated product, bit for bit; the product with -1 keeps the sign of a zero, which a difference would not."""
     from_old = weight < 0.5
@@ -88,9 +88,9 @@ def _adamw_element(c, inverse_scale, signed_clip, g, p, m, v, v_max, AMSGRAD: tl
     1 - beta2, 1 / (1 - beta1^t), 1 / (1 - beta2^t), epsilon, gradient sign."""
     g = g * inverse_scale * signed_clip
     gg = g * g
-    m = _lerp(m, g, c[2])
+    m = lerp(m, g, c[2])
     # A square that overflows makes v infinite, and there it stays, instead of turning into inf - inf.
-    v = tl.where((v == INFINITY) | (gg == INFINITY), v + gg, _lerp(v, gg, c[3]))
+    v = tl.where((v == INFINITY) | (gg == INFINITY), v + gg, lerp(v, gg, c[3]))
     if AMSGRAD:
         # Not a maximum instruction: a NaN on either side must come through.
         v_max = tl.where((v > v_max) | (v != v), v, v_max)
