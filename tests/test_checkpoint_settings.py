@@ -32,6 +32,13 @@ def test_settings_come_from_the_checkpoint_and_switches_stay():
     assert kept.fused_step
     run(kept, 1)
 
+    captured = adamw(model(), capturable=True)  # for accelerators, but it loads anywhere
+    captured.load_state_dict(kept.state_dict())
+    assert captured.param_groups[0]["capturable"] is True
+    kept.load_state_dict(captured.state_dict())
+    assert kept.param_groups[0]["capturable"] is False
+    run(kept, 1)
+
 
 def test_the_settings_entry_loads_with_weights_only():
     optimizer = adamw(model(), max_grad_norm=1.5, lr=torch.tensor(0.1))
