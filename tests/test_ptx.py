@@ -81,7 +81,7 @@ def test_the_checks_of_compiled_kernels_can_fail() -> None:
     assert aot_triton.problems(fact) == []
     for name, value in (("loads_128", 3), ("stores_128", 2), ("spills", 4), ("fused_multiply_add", 1), ("barriers", 1)):
         assert aot_triton.problems(fact | {name: value}), name
-    assert aot_triton.problems(fact | {"registers": 81}) == ["81 registers, at most 80"]
+    assert aot_triton.problems(fact | {"registers": 81}) == ["registers is 81, at most 80"]
 
 
 def test_contraction_and_approximation_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
