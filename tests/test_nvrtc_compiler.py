@@ -284,13 +284,20 @@ def test_compiled_code_is_as_it_should_be(instance: str, arch: str) -> None:
     assert aot_nvrtc.check(instance, arch).problems == ()
 
 
-BOUNDS = "__launch_bounds__(kThreads"
+@needs_nvrtc
+@pytest.mark.parametrize("instance", ["ruda::update<0, 2, 1>", "ruda::analyze<2>"])
+def test_without_nvdisasm_the_widths_come_from_ptx(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot_nvrtc, "disassembler", lambda: None)
+    facts = aot_nvrtc.check(instance, "sm_100")
+    assert (facts.widths_from, facts.problems) == ("ptx", ())
+
+
 FAULTS = {
     "contraction": ("adamw_update.h", "const float gg = g * g;", "const float gg = __fmaf_rn(g, g, 0.0f);"),
     "approximate arithmetic": ("adamw_update.h", "return __fdiv_rn(a, b)", "return __fdividef(a, b)"),
     "generic address": ("cuda_memory.h", "__builtin_assume(__isGlobal(p));", ""),
     "loads and": ("cuda.cu", "constexpr int kWidth = 4;", "constexpr int kWidth = 2;"),
-    "bytes spilled": ("cuda.cu", f"{BOUNDS})\n    update(", f"{BOUNDS}, 8)\n    update("),
+    "bytes spilled": ("cuda.cu", "constexpr int kUpdateBlocks = 4;", "constexpr int kUpdateBlocks = 8;"),
 }
 
 

@@ -36,7 +36,10 @@ _APPROXIMATE = re.compile(r"\b(?:div\.(?:full|approx)|(?:rcp|rsqrt|sqrt)\.approx
 _GENERIC = re.compile(
     r"^\s*(?:@!?%\w+\s+)?(?:ld|st)\.(?:volatile\.)?(?!volatile|global|param|shared|const|local)\S*", re.MULTILINE
 )
-_WIDE_PTX = {"loads": r"\bld\.global(?:\.\w+)*\.v4\.[fbu]32", "stores": r"\bst\.global(?:\.\w+)*\.v4\.[fbu]32"}
+_WIDE_PTX = {
+    kind: rf"\b{operation}\.global(?:\.\w+)*\.(?:v4\.[fbu]32|v2\.[fbu]64)\b"
+    for kind, operation in (("loads", "ld"), ("stores", "st"))
+}
 # In machine code. LD and ST without a letter after them go by a generic address.
 _WIDE_SASS = {"loads": r"\bLDG\.E\.128\b", "stores": r"\bSTG\.E\.128\b"}
 _GENERIC_SASS = re.compile(r"\s(?:LD|ST)(?:\.[A-Z0-9_.]+)?\s")

@@ -11,6 +11,15 @@ namespace ruda {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
+// Blocks per multiprocessor that the registers must allow. 0: the compiler's choice. On sm_100 its choice costs spills.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kUpdateBlocks = 4;
+constexpr int kGeneralBlocks = 3;
+#else
+constexpr int kUpdateBlocks = 0;
+constexpr int kGeneralBlocks = 0;
+#endif
+
 // ---- update ----------------------------------------------------------------------------------------------------------
 
 template <int W>
@@ -133,7 +142,7 @@ __device__ void update_elements(const V& variant, const Memory& memory, const Of
 // One block per chunk. `decision` is (skip, clip factor). Tensor i takes row kCoefficientRow of `coefficients`, or row i if
 // `decide` wrote them.
 template <int GRADIENT, int STORE, int AMSGRAD>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, GRADIENT == kAny ? kGeneralBlocks : kUpdateBlocks)
     update(const long long* fields, const long long* layouts, const long long* blocks, long long count,
            const Coefficients* coefficients, const float* decision, int row_per_tensor, float inverse_scale) {
   if (decision[0] != 0.0f) return;
@@ -251,7 +260,7 @@ struct Share {
 
 // One row per chunk of each tensor. The row of a chunk that is not finite still describes its finite elements.
 template <int GRADIENT>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, GRADIENT == kAny ? kGeneralBlocks : 0)
     analyze(const long long* fields, const long long* layouts, const long long* blocks, long long count, StatsRow* rows,
             float inverse_scale) {
   __shared__ unsigned largest[kWarps], largest_finite[kWarps];
