@@ -49,6 +49,7 @@ class Part:
         self.positions = positions
         self.table = LaunchTable(memories, memories[0].gradient.device)
         self.parameters = [sharding.local(member.target) for member in members]
+        self._shapes = [parameter.shape for parameter in self.parameters]
         self.groups = torch.tensor([member.group for member in members], dtype=torch.int64)
         self.pairs = torch.empty((len(members), 2), dtype=torch.int64)
         self._group_rows: dict[int, dict[int, tuple[int, int]]] = {}
@@ -56,7 +57,7 @@ class Part:
         self._sharded = any(sharding.is_sharded(member.target) for member in members)
 
     def bind(self, gradients: list[Tensor]) -> bool:
-        """Take over this step's gradients; False if a parameter's memory moved, so that the plan is out of date."""
+        """Take over this step's gradients; False if a parameter's memory or shape changed: the plan is out of date."""
         table = self.table
         if self._sharded:  # a DTensor stays while its part may move
             self.parameters = [sharding.local(member.target) for member in self.members]
@@ -64,7 +65,8 @@ class Part:
         while column >= 0:
             written = int(table.fields[Field.COPY, column]) or int(table.fields[Field.PARAM_OUT, column])
             member = self.members[column]
-            if sharding.local(member.parameter).data_ptr() != written:
+            local = sharding.local(member.parameter)
+            if local.data_ptr() != written or local.shape != self._shapes[column]:
                 return False
             table.set_gradient(column, check_gradient(member.where, member.parameter, gradients[column]))
             column = bind_gradients(table, self.parameters, gradients, column + 1)

@@ -269,6 +269,29 @@ bool same_layout(const Metadata& a, const Metadata& b) {
   return true;
 }
 
+int64_t elements(const Metadata& tensor) {
+  int64_t count = 1;
+  for (int64_t d = 0; d < tensor.dim; ++d) count *= tensor.sizes[d];
+  return count;
+}
+
+// The mark of tables.py, flat_layout_mark.
+int64_t flat_layout_mark(const Metadata& tensor) {
+  bool contiguous = true;
+  int64_t next = 1;
+  int64_t mark = 0;
+  for (int64_t d = tensor.dim - 1; d >= 0; --d) {
+    if (tensor.sizes[d] == 1) continue;
+    contiguous = contiguous && tensor.strides[d] == next;
+    next *= tensor.sizes[d];
+  }
+  if (contiguous) return -1;
+  for (int64_t d = 0; d < tensor.dim; ++d) {
+    if (tensor.sizes[d] != 1) mark = (mark * 1000003 + tensor.strides[d]) % (int64_t{1} << 30);
+  }
+  return -2 - mark;
+}
+
 int64_t gradient_flag(int32_t dtype) {
   static const int32_t kFloat = aoti_torch_dtype_float32();
   static const int32_t kHalf = aoti_torch_dtype_float16();
@@ -294,7 +317,8 @@ int64_t bind_gradients(const TableView& table, StableListHandle parameters, Stab
     const int64_t written = table.at(kCopy, i) != 0 ? table.at(kCopy, i) : table.at(kParamOut, i);
     const bool known = reinterpret_cast<int64_t>(p.pointer) == written &&
                        gradient_flag(g.dtype) == (flags & (kGradFp16 | kGradBf16)) && !(flags & kStrided) &&
-                       same_layout(p, g);
+                       same_layout(p, g) && elements(p) == table.at(kNumel, i) &&
+                       flat_layout_mark(p) == table.at(kLayout, i);
     if (!known) return i;
     table.at(kGrad, i) = reinterpret_cast<int64_t>(g.pointer);
     int64_t all = 0;
