@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STRONG = {"lr": 1e-2, "weight_decay": 0.1}
+SHAPES = ((3, 5), (1000,), (), (2, 0), (1, 7, 1))
 
 
 def value(number: float | Tensor) -> float:
@@ -131,3 +132,31 @@ class Twins:
                 if follower.parameter.size:
                     check(follower.case, want, {"parameter": ours, **{key: found[key] for key in keys}})
                 assert found["step"] == torchs["step"] == want.step
+
+
+def model() -> torch.nn.Module:
+    """A small network with weights, biases and normalization."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.LayerNorm(9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
+
+
+def backward(net: torch.nn.Module, seed: int) -> torch.Tensor:
+    inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+    loss = net(inputs).square().sum()
+    loss.backward()
+    return loss
+
+
+def groups() -> Twins:
+    """Groups that differ in every hyperparameter, two of them without elements."""
+    return Twins(
+        [
+            (SHAPES, {}),
+            ([], {"lr": 0.5}),
+            ([(40, 40), (3,)], {"lr": 3e-3, "betas": (0.7, 0.9), "weight_decay": 0.0}),
+            ([(65,)], {"amsgrad": True, "eps": 1e-4}),
+            ([(0,)], {}),
+            ([(9, 2)], {"maximize": True, "amsgrad": True, "lr": torch.tensor(0.02, dtype=torch.float64)}),
+        ],
+        **STRONG,
+    )

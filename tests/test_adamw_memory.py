@@ -87,11 +87,12 @@ def test_every_case_lies_within_its_bound(case) -> None:
     assert untouched(parameter.detach()).numel() > 0 or case.layout not in ("every second", "misaligned")
 
 
-@pytest.mark.parametrize("split_master", [False, True])
-@pytest.mark.parametrize(("parameter_dtype", "gradient_dtype"), list(itertools.product(DTYPES, DTYPES)), ids=str)
+@pytest.mark.parametrize(
+    ("parameter_dtype", "gradient_dtype", "split_master"),
+    [*itertools.product(DTYPES, DTYPES, [False]), *itertools.product([torch.bfloat16, torch.float32], DTYPES, [True])],
+    ids=str,
+)
 def test_every_pair_of_dtypes_in_one_optimizer(parameter_dtype, gradient_dtype, split_master) -> None:
-    if split_master and parameter_dtype is torch.float16:
-        pytest.skip("a split master serves bfloat16; the constructor refuses float16")
     name = str(parameter_dtype).removeprefix("torch.")
     shapes = [(5, 13), (1030,), (), (0, 3)]
     starts = [initial_parameter(Case("start", shape, parameter_dtype=name, seed=i)) for i, shape in enumerate(shapes)]
@@ -259,8 +260,8 @@ def test_only_empty_tensors() -> None:
 # ------------------------------------------------------------------------------------------------------- allocations
 
 
-def busy(dtype: torch.dtype, **settings) -> tuple[ruda_torch.AdamW, int]:
-    """An optimizer past its first steps, and the bytes of its parameters."""
+def busy(dtype: torch.dtype, **settings) -> ruda_torch.AdamW:
+    """An optimizer past its first steps."""
     parameters = [torch.nn.Parameter(torch.full((50, 200), 0.5, dtype=dtype)) for _ in range(40)]
     optimizer = ruda_torch.AdamW(
         [{"params": parameters[:20]}, {"params": parameters[20:], "lr": 1e-2}], fused_step=True, **settings
@@ -269,7 +270,7 @@ def busy(dtype: torch.dtype, **settings) -> tuple[ruda_torch.AdamW, int]:
         parameter.grad = torch.full_like(parameter, 0.1)
     for _ in range(3):
         optimizer.step()
-    return optimizer, sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return optimizer
 
 
 @pytest.mark.parametrize(
@@ -278,14 +279,12 @@ def busy(dtype: torch.dtype, **settings) -> tuple[ruda_torch.AdamW, int]:
     ids=str,
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_steady_step_allocates_no_tensor_memory_but_the_coefficients(dtype, settings) -> None:
-    """Allowed: one FP32 row of eight coefficients for each pair of group and step count (here 2 * 32 bytes), made once
-    as a Python list's tensor and once in its shape."""
-    optimizer, _ = busy(dtype, **settings)
+def test_a_steady_step_allocates_the_coefficient_table_alone(dtype, settings) -> None:
+    """One FP32 row of eight coefficients for each pair of group and step count: here two groups at one count."""
+    optimizer = busy(dtype, **settings)
     recorded = record(optimizer.step)
     assert recorded.count("adamw_scaled") == 1
-    assert all(size <= 2 * 8 * 8 for size in recorded.allocations), recorded.allocations
-    assert sum(recorded.allocations) <= 256, recorded.allocations
+    assert recorded.allocations == [2 * 8 * 4]
 
 
 def test_the_first_step_allocates_its_state_and_tables() -> None:
@@ -309,7 +308,7 @@ def test_a_skipped_first_step_allocates_no_state() -> None:
 
 
 def test_steady_steps_do_not_grow_python_memory() -> None:
-    optimizer, _ = busy(torch.float32, max_grad_norm=1.0)
+    optimizer = busy(torch.float32, max_grad_norm=1.0)
     optimizer.step()
     tracemalloc.start()
     try:
@@ -326,7 +325,7 @@ def test_steady_steps_do_not_grow_python_memory() -> None:
 
 
 def test_gradients_are_not_kept_alive() -> None:
-    optimizer, _ = busy(torch.float32, max_grad_norm=1.0)
+    optimizer = busy(torch.float32, max_grad_norm=1.0)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     alive = [weakref.ref(parameter.grad) for parameter in parameters]
     optimizer.zero_grad()
