@@ -16,6 +16,8 @@ import torch
 
 from ruda_optim.fused_adamw import InvalidState
 
+from . import sharding
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -38,12 +40,24 @@ def register(optimizer: AdamW) -> int:
 
 
 def step(number: int, parameters: Sequence[Tensor]) -> None:
-    """Trace one step of optimizer ``number``. ``parameters`` are those of all groups, in order."""
+    """Trace one step of optimizer ``number``. ``parameters`` are those of all groups, in order.
+
+    DTensors leave the graph for their step: an operator over them would need a rule for how it splits.
+    """
+    if any(map(sharding.is_sharded, parameters)):
+        _eager_step(number)
+        return
     positions = [position for position, parameter in enumerate(parameters) if parameter.grad is not None]
     active = [parameters[position] for position in positions]
     if active:
         gradients = [parameter.grad for parameter in active]
         torch.ops.ruda_torch.adamw_step(number, positions, active, gradients)
+
+
+# As torch.optim does: torch.compiler.disable would import the compiler together with this module.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _eager_step(number: int) -> None:
+    _optimizers[number]._run()
 
 
 @torch.library.impl(_LIBRARY, "adamw_step", "CompositeExplicitAutograd")

@@ -261,6 +261,7 @@ class Reduction:
         self._signature = zlib.crc32(active + repr(misplaced).encode()) % 2**_SIGNATURE_BITS
         if misplaced and self.enabled:
             self._exchange()
+            self._done = False  # the sum itself is still to come
         return settled(parameters, gradients, misplaced)
 
     def run(
@@ -278,7 +279,6 @@ class Reduction:
         """
         elements, own = (0, 0) if parameters is None else self.ranks.elements(parameters)
         counted, *numbers = self._exchange(own, sums, skip=skip)
-        self._done = True
         skip_requested = numbers.pop() > 0.0
         if parameters is not None and not skip_requested:
             counted /= self.ranks.size
@@ -307,20 +307,17 @@ class Reduction:
         middle = numbers[1 : 1 + len(empty)].view(2, self._groups)
         for part in sums:
             middle += part.to(self.ranks.device)
-        if failed:
-            self._done = True
+        self._done = True  # also if this fails: there is no second try
         *values, failures, signatures, squared = self.ranks.sum(numbers)
         if failed:
             return values
         if failures > 0.0:
-            self._done = True
             raise InvalidState(
                 f"{failures:.0f} of {self.ranks.size} ranks could not take this step; nothing was updated on this "
                 "one. The error on that rank says why"
             )
         # The variance of the signatures, in integers: zero only if all are equal.
         if self.ranks.size * int(squared) != int(signatures) ** 2:
-            self._done = True
             raise InvalidState(
                 f"the {self.ranks.size} ranks do not have gradients for the same parameters (or not with the same "
                 "placements), so an update would make them drift apart; nothing was updated. Let every rank run the "
