@@ -1,0 +1,129 @@
+"""Our whole step against its peers, side by side: a table, a JSON file with every round, and pictures.
+
+What a step does and how it is timed: workloads.py, contestants.py, protocol.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import environment
+import pictures
+import protocol
+import report
+from contestants import DEFAULT_PEERS, PEERS, Contestant
+from workloads import QUICK_WORKLOADS, VARIANTS, WORKLOADS, Variant, Workload
+
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+QUICK_PEERS = ("torch-fused", "staged-eager")
+
+
+def compare(
+    workload: Workload, variant: Variant, peer: str, device: torch.device, settings: protocol.Settings
+) -> dict[str, Any]:
+    """One cell of the table. A peer that cannot run, or is wrong, gives its reason instead of numbers."""
+    entry: dict[str, Any] = {"workload": workload.name, "variant": variant.name, "peer": peer}
+    obstacle = PEERS[peer].obstacle(variant, device)
+    if obstacle is not None:
+        return {**entry, "status": "not run", "reason": obstacle}
+    try:
+        data = protocol.Data(workload, variant, device)
+        ours = Contestant(PEERS["ours"], data, variant)
+        other = Contestant(PEERS[peer], data, variant)
+        result = protocol.measure(ours, other, data, settings)
+    except protocol.Mismatch as error:
+        return {**entry, "status": "mismatch", "reason": str(error)}
+    except Exception as error:  # noqa: BLE001 - a peer may fail in any way of its own, and the others go on
+        return {**entry, "status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    status = "measured" if result.kept else "too noisy"
+    reason = {} if result.kept else {"reason": "other processes used the machine during every round"}
+    return {**entry, "status": status, **reason, **result.as_dict()}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: tiny tensors, two rounds, no noise gate")
+    parser.add_argument("--workload", action="append", choices=[*WORKLOADS, *QUICK_WORKLOADS], help="default: all")
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="default: all")
+    parser.add_argument("--peer", action="append", choices=[name for name in PEERS if name != "ours"])
+    parser.add_argument("--rounds", type=int, help="kept rounds per cell (default 15)")
+    parser.add_argument(
+        "--max-foreign-load",
+        type=float,
+        default=0.05,
+        help="drop a round when other processes used more than this share of all CPU time (default 0.05)",
+    )
+    parser.add_argument("--name", help="file name of the results, without ending (default: the device, or quick)")
+    parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder (default benchmarks/results)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    device = torch.device(arguments.device)
+    quick = arguments.quick
+    workloads = arguments.workload or list(QUICK_WORKLOADS if quick else WORKLOADS)
+    variants = arguments.variant or list(VARIANTS)
+    peers = arguments.peer or (QUICK_PEERS if quick else DEFAULT_PEERS)
+    if quick:
+        settings = protocol.Settings(arguments.rounds or 2, steps=1, max_foreign_load=None)
+    else:
+        settings = protocol.Settings(arguments.rounds or 15, max_foreign_load=arguments.max_foreign_load)
+    name = arguments.name or ("quick" if quick else device.type)
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120  # a log is as wide as it needs to be
+    found = {
+        "format": 1,
+        "what": "whole optimizer steps; ratio = peer ms / ours ms, paired per round; above 1 ours is faster",
+        "environment": environment.describe(device, environment.command_line("run.py")),
+        "settings": {"rounds": settings.rounds, "max foreign load": settings.max_foreign_load, "quick": quick},
+        "workloads": {key: {"title": _workload(key).title, "elements": _workload(key).elements} for key in workloads},
+        "variants": {
+            key: {"title": VARIANTS[key].title, "bytes per element": VARIANTS[key].bytes_per_element}
+            for key in variants
+        },
+        "peers": {key: PEERS[key].title for key in ("ours", *peers)},
+        "comparisons": [],
+    }
+    console.print(report.heading(found))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(workloads) * len(variants) * len(peers))
+        for workload in workloads:
+            for variant in variants:
+                for peer in peers:
+                    progress.update(task, description=f"{workload}, {variant}, {peer}")
+                    entry = compare(_workload(workload), VARIANTS[variant], peer, device, settings)
+                    found["comparisons"].append(entry)
+                    progress.advance(task)
+            console.print(report.table(found, workload))
+    for line in report.footnotes(found):
+        console.print(line)
+
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path = arguments.output / f"{name}.json"
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+    written = [path, *pictures.draw(found, arguments.output, name)]
+    console.print("written: " + ", ".join(str(file) for file in written), soft_wrap=True)
+    return 1 if any(entry["status"] in ("mismatch", "failed") for entry in found["comparisons"]) else 0
+
+
+def _workload(name: str) -> Workload:
+    return WORKLOADS[name] if name in WORKLOADS else QUICK_WORKLOADS[name]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
