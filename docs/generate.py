@@ -2,10 +2,14 @@
 
     python docs/generate.py
 
-A file with "runs" is a report of tools/run_adamw_regressions.py: a list of {"suite", "device", "compiler", "dtype",
-"status"}. A file with "results" is a report of benchmarks/run.py: a list of {"workload", "variant", "peer", "ratio",
-"ours ms", "peer ms"}, or with "skipped" and no times. Both say where and when they were made: "environment" with
-"date". Anything else in the folder is an error, so that no result is left out silently.
+What a file is, its keys say:
+
+- "comparisons": benchmarks/run.py, whole steps against peers.
+- "seeds": benchmarks/accuracy.py, errors against FP64.
+- "runs": tools/run_adamw_regressions.py, a list of {"suite", "device", "compiler", "dtype", "status"}.
+- anything else is listed with its "what", so that no result is left out silently.
+
+All of them say when and where they were made: "environment" with "date".
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from __future__ import annotations
 import json
 import pathlib
 from typing import Any
+
+Report = dict[str, Any]
 
 DOCS = pathlib.Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -31,76 +37,139 @@ WANTED = (
 DTYPES = ("fp32", "fp16", "bf16")
 
 
-def load() -> dict[str, dict[str, Any]]:
-    found = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
-    for name, report in found.items():
-        if not isinstance(report, dict) or not ("runs" in report or "results" in report):
-            raise SystemExit(f"{name} has neither 'runs' nor 'results'; see docs/generate.py for the two forms")
-    return found
-
-
-def date(report: dict[str, Any]) -> str:
-    return str(report.get("environment", report).get("date", "no date"))[:10]
-
-
-def machine(report: dict[str, Any]) -> str:
-    environment = report.get("environment", report)
-    return str(environment.get("gpu") or environment.get("cpu") or environment.get("device") or "unknown machine")
+def load(folder: pathlib.Path = RESULTS) -> dict[str, Report]:
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    lines += ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
-def benchmarks(reports: dict[str, dict[str, Any]]) -> str:
+def environment(report: Report) -> dict[str, Any]:
+    found = report.get("environment", report)
+    return found if isinstance(found, dict) else {}
+
+
+def date(report: Report) -> str:
+    return str(environment(report).get("date", "no date"))[:10]
+
+
+def origin(name: str, report: Report) -> str:
+    """File, date, machine and versions of a report, in one line."""
+    about = environment(report)
+    parts = [f"`benchmarks/results/{name}`", date(report)]
+    parts += [str(about[key]) for key in ("gpu", "cpu") if about.get(key)][:1]
+    if "threads" in about:
+        parts.append(f"{about['threads']} threads")
+    parts += [f"{package} {version}" for package, version in about.get("versions", {}).items() if version]
+    return ", ".join(parts) + ".\n"
+
+
+def pictures(name: str) -> str:
+    """The pictures that were drawn with a result file."""
+    stem = name.removesuffix(".json")
+    found = sorted(path.name for path in RESULTS.glob("*.png") if path.stem == stem or path.stem.startswith(f"{stem}-"))
+    return "".join(f"\n![{file.removesuffix('.png')}](../benchmarks/results/{file})\n" for file in found)
+
+
+# ---- benchmarks ------------------------------------------------------------------------------------------------------
+
+
+def benchmarks(reports: dict[str, Report]) -> str:
     text = HEAD + BENCHMARK_INTRODUCTION
-    measured = {name: report for name, report in reports.items() if "results" in report}
-    if not measured:
+    shown = {name: report for name, report in reports.items() if "runs" not in report}
+    if not shown:
         return text + "\nNo result file has been committed yet. `make bench` writes one.\n"
-    for name, report in measured.items():
-        text += f"\n## {name.removesuffix('.json')}\n\n"
-        environment = report.get("environment", {})
-        versions = ", ".join(f"{key} {value}" for key, value in (environment.get("versions") or {}).items() if value)
-        text += f"`benchmarks/results/{name}`, {date(report)}, {machine(report)}"
-        text += f", {environment['threads']} threads" if "threads" in environment else ""
-        text += f". {versions}.\n\n" if versions else ".\n\n"
-        rows = [benchmark_row(entry) for entry in report["results"]]
-        text += table(("Workload", "Step", "Peer", "ours, ms", "peer, ms", "peer / ours (20 % to 80 %)"), rows)
+    for name, report in shown.items():
+        text += f"\n## {name.removesuffix('.json')}\n\n" + origin(name, report)
+        if report.get("settings", {}).get("quick"):
+            text += "\nA smoke test over tiny tensors: it shows that everything runs, and no speed.\n"
+        elif "comparisons" in report:
+            text += comparisons(report) + pictures(name)
+        elif "seeds" in report:
+            text += accuracy(report) + pictures(name)
+        else:
+            text += f"\n{report.get('what', 'See the file.')}\n" + pictures(name)
     return text
 
 
-def benchmark_row(entry: dict[str, Any]) -> tuple[object, ...]:
-    start = (entry["workload"], entry["variant"], entry["peer"])
-    ratio = entry.get("ratio")
-    if ratio is None:
-        return (*start, "", "", entry.get("skipped", "no round was quiet enough"))
-    times = (f"{entry[key]['median']:.3g}" for key in ("ours ms", "peer ms"))
-    return (*start, *times, f"{ratio['median']:.2f} ({ratio['p20']:.2f} to {ratio['p80']:.2f})")
+def comparisons(report: Report) -> str:
+    text = ""
+    for workload, about in report["workloads"].items():
+        rows = [
+            comparison_row(report, entry)
+            for entry in report["comparisons"]
+            if entry["workload"] == workload and entry["status"] == "measured"
+        ]
+        text += f"\n### {about['title']} {{ #{anchor(report, workload)} }}\n\n"
+        columns = ("Step", "Peer", "ours, ms", "peer, ms", "peer / ours (p20 to p80)", "ours / limit", "rounds")
+        text += table(columns, rows) if rows else "Nothing was measured.\n"
+    reasons: dict[tuple[str, str, str], int] = {}
+    for entry in report["comparisons"]:
+        if entry["status"] != "measured":
+            key = (report["peers"][entry["peer"]], entry["status"], entry["reason"])
+            reasons[key] = reasons.get(key, 0) + 1
+    if reasons:
+        rows = [(peer, status, reason, cells) for (peer, status, reason), cells in reasons.items()]
+        text += "\nWithout a number:\n\n" + table(("Peer", "Status", "Reason", "Cells"), rows)
+    return text
 
 
-def status(reports: dict[str, dict[str, Any]]) -> str:
+def anchor(report: Report, workload: str) -> str:
+    return f"{str(environment(report).get('device', 'cpu')).replace(':', '-')}-{workload}"
+
+
+def comparison_row(report: Report, entry: dict[str, Any]) -> tuple[object, ...]:
+    ratio = entry["ratio"]
+    limit = entry.get("ours t/limit")
+    return (
+        report["variants"][entry["variant"]]["title"],
+        report["peers"][entry["peer"]],
+        f"{entry['ours ms']['median']:.3g}",
+        f"{entry['peer ms']['median']:.3g}",
+        f"{ratio['median']:.2f} ({ratio['p20']:.2f} to {ratio['p80']:.2f})",
+        f"{limit['median']:.2f}" if limit else "",
+        entry["rounds kept"],
+    )
+
+
+def accuracy(report: Report) -> str:
+    """Errors after the last step, the worst seed of each optimizer."""
+    seeds = list(report["seeds"].values())
+    quantities = ("parameter", "update", "second moment")
+    rows = []
+    for optimizer in seeds[0]:
+        last = [seed[optimizer][-1] for seed in seeds]
+        rows.append((optimizer, last[0]["step"], *(f"{max(point[q] for point in last):.1e}" for q in quantities)))
+    worst = f"{report['elements']} elements, {len(seeds)} seeds, the worst"
+    text = f"\nRMS error against the FP64 reference, relative; {worst}.\n\n"
+    return text + table(("Optimizer", "Steps", *quantities), rows)
+
+
+# ---- status ----------------------------------------------------------------------------------------------------------
+
+
+def status(reports: dict[str, Report]) -> str:
     rows: list[tuple[object, ...]] = []
-    devices = set()
+    covered = set()
     for name, report in reports.items():
         for run in report.get("runs", []):
-            devices.add((str(run.get("device")), str(run.get("compiler"))))
+            if run.get("status") == "passed" and run.get("suite") not in ("build", "simulate", "oracle", "reference"):
+                covered.add((str(run.get("device")), str(run.get("compiler"))))
             what = (run.get("suite"), run.get("device"), run.get("compiler") or "", run.get("dtype") or "")
             rows.append((*what, f"**{run.get('status')}**", date(report), f"`{name}`"))
     text = HEAD + STATUS_INTRODUCTION + "\n## Committed results\n\n"
-    if rows:
-        text += table(("Suite", "Device", "Compiler", "dtype", "Status", "Date", "File"), rows)
-    else:
-        text += "None yet. `tools/` and `make bench` write them to `benchmarks/results/`.\n"
-    text += "\n## Wanted, and not in a result file\n\n"
-    wanted = [
+    columns = ("Suite", "Device", "Compiler", "dtype", "Status", "Date", "File")
+    text += table(columns, rows) if rows else "None yet; they are JSON files in `benchmarks/results/`.\n"
+    missing = [
         (device, compiler, ", ".join(DTYPES), known)
         for device, compiler, known in WANTED
-        if not any(known_compiler == compiler and fits(device, name) for name, known_compiler in devices)
+        if not any(compiler == done and fits(device, name) for name, done in covered)
     ]
-    text += table(("Device", "Compiler", "dtypes", "What is known"), wanted) if wanted else "Nothing is missing.\n"
-    return text
+    text += "\n## Wanted, and not in a result file\n\n"
+    return text + (table(("Device", "Compiler", "dtypes", "What is known"), missing) if missing else "Nothing.\n")
 
 
 def fits(wanted: str, device: str) -> bool:
@@ -124,12 +193,14 @@ How a measurement is made:
 - Rounds in which other processes used the machine are dropped and counted in the file.
 - A ratio above 1 means that ours took less time. Ratios come from pairs of the same round; absolute times of different
   machines or days do not compare.
+- "ours / limit" is our time divided by the time that the least possible memory traffic takes, at the rate of a plain
+  in-place multiplication measured in the same round. It is left out where the tensors fit into the cache.
 """
 
 STATUS_INTRODUCTION = """# Status
 
-What was run where. A row names the file that proves it. Results of a simulator or an interpreter are in the suite
-`simulate` and say nothing about hardware.
+What was run where. A row names the file that proves it. The suites `build` and `simulate` compile and simulate: they
+say nothing about hardware.
 
 `passed` means that the suite ran and held. `blocked` means that a tool or a device was missing: it is not a pass.
 """

@@ -119,10 +119,11 @@ def test_links_lead_somewhere(name: str) -> None:
 
 
 def test_site_links_stay_inside_the_site() -> None:
-    """The site serves docs/ alone; a file outside is named, not linked."""
+    """The site serves docs/ and the pictures of benchmarks/results; any other file is named, not linked."""
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text(encoding="utf-8"))):
-            assert not target.startswith("../"), f"{page.name} links to {target}, outside docs/"
+            inside = not target.startswith("../") or target.startswith("../benchmarks/results/")
+            assert inside, f"{page.name} links to {target}, outside docs/"
 
 
 FILE_NAME = re.compile(
@@ -186,6 +187,57 @@ def test_generated_pages_are_those_of_the_results() -> None:
     for name, text in generator().pages().items():  # type: ignore[attr-defined]
         committed = (DOCS / name).read_text(encoding="utf-8")
         assert committed == text, f"docs/{name} is out of date; run: python docs/generate.py"
+
+
+SPREAD = {"median": 1.5, "p20": 1.25, "p80": 2.0, "min": 1.0, "max": 3.0}
+MEASURED = {"status": "measured", "ratio": SPREAD, "ours ms": SPREAD, "peer ms": SPREAD, "rounds kept": 15}
+REPORTS = {
+    "a.json": {
+        "environment": {"date": "2026-01-02T03:04:05", "cpu": "a CPU", "threads": 2, "versions": {"torch": "2.13.0"}},
+        "workloads": {"w": {"title": "some tensors"}},
+        "variants": {"v": {"title": "plain"}},
+        "peers": {"p": "a peer", "q": "another"},
+        "comparisons": [
+            {"workload": "w", "variant": "v", "peer": "p", **MEASURED},
+            {"workload": "w", "variant": "v", "peer": "q", "status": "not run", "reason": "absent"},
+        ],
+    },
+    "b.json": {
+        "environment": {"date": "2026-01-02"},
+        "elements": 7,
+        "seeds": {
+            str(seed): {"ours": [{"step": 9, "parameter": error, "update": error, "second moment": error}]}
+            for seed, error in enumerate((1e-7, 3e-7))
+        },
+    },
+    "c.json": {
+        "environment": {"date": "2026-01-03"},
+        "runs": [
+            {"suite": "cuda", "device": "NVIDIA X", "compiler": "nvrtc", "dtype": "bf16", "status": "passed"},
+            {"suite": "simulate", "device": "NVIDIA X", "compiler": "ptx", "dtype": None, "status": "passed"},
+        ],
+    },
+    "d.json": {"environment": {"date": "2026-01-04"}, "what": "something new"},
+    "e.json": {"environment": {"date": "2026-01-05"}, "settings": {"quick": True}, "comparisons": []},
+}
+
+
+def test_generated_benchmarks_show_every_kind_of_file() -> None:
+    text = generator().benchmarks(REPORTS)  # type: ignore[attr-defined]
+    assert "| plain | a peer | 1.5 | 1.5 | 1.50 (1.25 to 2.00) |  | 15 |" in text
+    assert "| another | not run | absent | 1 |" in text
+    assert "| ours | 9 | 3.0e-07 | 3.0e-07 | 3.0e-07 |" in text, "the worst seed"
+    assert "something new" in text
+    assert "smoke test" in text
+
+
+def test_generated_status_counts_hardware_runs_only() -> None:
+    text = generator().status(REPORTS)  # type: ignore[attr-defined]
+    assert "| cuda | NVIDIA X | nvrtc | bf16 | **passed** | 2026-01-03 | `c.json` |" in text
+    assert "| NVIDIA | nvrtc | fp32" not in text
+    assert "| NVIDIA | ptx | fp32, fp16, bf16 | not yet measured on hardware |" in text, (
+        "a simulation is no measurement"
+    )
 
 
 def test_pictures_are_those_of_the_script(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,35 @@
+"""What the site needs beyond docs/: the pictures of benchmarks/results, and plain names for cross-references.
+
+mkdocs serves docs/ alone. Pages link to result pictures where they lie in the repository, which is right on a code
+host; here the same files join the site.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any
+
+from griffe import Docstring, Extension
+from mkdocs.structure.files import File, Files
+
+RESULTS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+_ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`~?([^`]+)`")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for picture in sorted(RESULTS.glob("*.png")):
+        files.append(File.generated(config, f"results/{picture.name}", abs_src_path=str(picture)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return markdown.replace("](../benchmarks/results/", "](results/")
+
+
+class PlainRoles(Extension):
+    """Docstrings say :class:`name`; the site shows the name as code."""
+
+    def on_instance(self, *, obj: Any, **_: Any) -> None:
+        if isinstance(obj.docstring, Docstring):
+            obj.docstring.value = _ROLE.sub(r"`\1`", obj.docstring.value)
