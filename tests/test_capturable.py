@@ -173,3 +173,14 @@ def test_a_bad_gradient_is_an_error_before_anything_changes(simulated):
     with pytest.raises(InvalidTensor, match="the gradient of parameter 0 of group 1 must be float32"):
         optimizer.step()
     assert not optimizer.state
+
+
+def test_a_gradient_that_overflows_in_unscaling_is_skipped(simulated):
+    parameters, optimizer = _optimizer(capturable=True)
+    _give_gradients(parameters, 0)
+    parameters[0].grad[0] = 3e38
+    optimizer.grad_scale = torch.tensor(2.0**-10)
+    optimizer.step()
+    assert optimizer.last_step_skipped
+    assert optimizer.last_grad_norm == math.inf
+    assert _steps(parameters, optimizer) == [0.0] * 4

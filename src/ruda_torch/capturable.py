@@ -16,7 +16,7 @@ import torch
 from ruda_optim.fused_adamw import InvalidOption, storage
 
 from . import sharding
-from .fused import CLIP_EPSILON, FusedStep, Settings, StepReport
+from .fused import CLIP_EPSILON, FusedStep, Settings, StepReport, combined
 from .members import collect, describe_position
 from .plan import StepPlan
 
@@ -54,19 +54,16 @@ class CapturedReport:
     def grad_norm(self) -> float:
         if self.report is None:
             return math.nan
-        bad, scale, sumsq = self.report.tolist()
-        return math.inf if bad else scale * math.sqrt(sumsq)
+        return combined([self.report.tolist()]).total_norm
 
     def group_norms(self) -> tuple[float, ...]:
         if self.report is None:
             return (math.nan,) * self.groups
-        norms = []
-        for group in range(self.groups):
-            bad, scale, sumsq = (
-                self.workspace.report_of(*self.ranges[group]) if group in self.ranges else (0.0, 0.0, 0.0)
-            )
-            norms.append(math.inf if bad else scale * math.sqrt(sumsq) * self._inverse())
-        return tuple(norms)
+        reports = [
+            [self.workspace.report_of(*self.ranges[group])] if group in self.ranges else []
+            for group in range(self.groups)
+        ]
+        return tuple(combined(report).total_norm * self._inverse() for report in reports)
 
     def _inverse(self) -> float:
         return 1.0 if self.inverse_scale is None else float(self.inverse_scale.item())
@@ -176,6 +173,7 @@ class CapturableStep(FusedStep):
                 inverse = _on(table.device, grad_scale).reciprocal()
                 report[1:2] *= inverse
                 report[:1] = torch.maximum(report[:1], torch.isinf(report[1:2]).to(torch.float32))
+                report[1:2] = torch.nan_to_num(report[1:2], posinf=0.0)  # a report holds finite magnitudes
             if found_inf is not None:
                 report[:1] = torch.maximum(report[:1], (_on(table.device, found_inf) > 0).to(torch.float32))
         elif grad_scale is not None:
