@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +28,9 @@ from sharded_models import (
     two_dimensional,
 )
 from sharded_worker import Context, check
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @check(2, 4)
@@ -104,13 +110,17 @@ def tensor_parallel_inside_fsdp(context: Context) -> None:
 @check(4)
 def two_models_on_disjoint_ranks(context: Context) -> None:
     """Ranks 0 and 1 train one model, 2 and 3 another, at their own pace: no rank waits for the other model."""
-    mesh = context.mesh((2, 2), ("model", "dp"))["dp"]
+    _train_on_half_of_the_ranks(context, context.mesh((2, 2), ("model", "dp"))["dp"])
+    _train_on_half_of_the_ranks(context, context.mesh((2, 1, 2), ("model", "replicate", "shard"))["replicate", "shard"])
+
+
+def _train_on_half_of_the_ranks(context: Context, mesh: DeviceMesh) -> None:
     model = fsdp(build(), mesh)
     optimizer = optimizer_of(model, max_grad_norm=0.25)
     alone = build()
     alone_optimizer = optimizer_of(alone, max_grad_norm=0.25)
     for x in batches(1 + context.rank // 2):
-        loss_of(model, part_of_batch(x, mesh, ("dp",))).backward()
+        loss_of(model, part_of_batch(x, mesh, mesh.mesh_dim_names)).backward()
         for parameter, twin in zip(model.parameters(), alone.parameters(), strict=True):
             twin.grad = full(parameter.grad).clone()
         optimizer.step()
@@ -123,8 +133,6 @@ def two_models_on_disjoint_ranks(context: Context) -> None:
 @check(2)
 def ddp_needs_no_reduction(context: Context) -> None:
     """Plain parameters with averaged gradients: the norm is the same on every rank because its bits repeat."""
-    import torch.distributed as dist
-
     for views in (False, True):
         model = DistributedDataParallel(build(), gradient_as_bucket_view=views)
         optimizer = optimizer_of(model, max_grad_norm=0.25)
@@ -239,10 +247,27 @@ def waits_for_an_asynchronous_redistribution(context: Context) -> None:
     )
     assert replicated.grad.to_local().data_ptr() == 0, "otherwise this check shows nothing"
     optimizer.step()
-    # 15 elements of 2, 3 elements of 4
+    # 15 elements of 2, 3 elements of 4.
     assert abs(optimizer.last_grad_norm - (15 * 4 + 3 * 16) ** 0.5) <= 1e-6 * 11
     assert torch.allclose(full(parameter), torch.full((5, 3), 0.5))
     assert torch.allclose(full(replicated), torch.full((3,), 0.5))
+
+
+@check(2)
+def waits_for_a_plain_gradient(context: Context) -> None:
+    """The same without DTensor: a functional all_reduce leaves such a gradient to a plain parameter."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+
+    parameter = nn.Parameter(torch.ones(40))
+    optimizer = ruda_torch.AdamW([parameter], lr=0.5, weight_decay=0.0, fused_step=True)
+    for step in (1, 2):
+        parameter.grad = all_reduce(torch.ones(40), "sum", dist.group.WORLD)
+        assert isinstance(parameter.grad, AsyncCollectiveTensor)
+        assert parameter.grad.data_ptr() == 0, "otherwise this check shows nothing"
+        optimizer.step()
+        assert abs(optimizer.last_grad_norm - 2 * 40**0.5) <= 1e-6 * 13
+        # lr * g / (|g| + eps): lr short of a relative 1e-8, and roundings of numbers below 1
+        assert torch.allclose(parameter.detach(), torch.full((40,), 1 - 0.5 * step), rtol=0.0, atol=4 * 2.0**-24 + 1e-8)
 
 
 @check(2)

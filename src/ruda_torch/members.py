@@ -179,6 +179,9 @@ def check_parameter_dtype(where: str, parameter: Tensor, *, split_master: bool =
 def check_gradient(where: str, parameter: Tensor, gradient: Tensor) -> Tensor:
     """The gradient (this rank's part), if it fits its parameter."""
     local = sharding.local(parameter)
+    if sharding.is_sharded(gradient):
+        raise InvalidTensor(f"the gradient of {where} must be a plain tensor like its parameter, got a DTensor")
+    gradient = sharding.local(gradient)  # it may still be under way
     if gradient.layout is not torch.strided:
         raise InvalidTensor(
             f"the gradient of {where} must be dense, got layout {gradient.layout}; build the layer with sparse=False, "

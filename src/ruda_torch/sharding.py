@@ -50,9 +50,10 @@ def is_sharded(tensor: object) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, after any communication it still waits for; a plain tensor is its own part."""
-    if not is_sharded(tensor):
+    if type(tensor) in _PLAIN:
         return tensor
-    part: Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # to_local() makes a new view at each call
+    # Not to_local(): it makes a new view of a parameter at each call.
+    part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     if type(part) not in _PLAIN and hasattr(part, "wait"):  # an AsyncCollectiveTensor has no memory to point at
         part = part.wait()
     return part
@@ -166,6 +167,9 @@ class Ranks:
         numbers = numbers.to(self.device)
         for group in self._process_groups:
             dist.all_reduce(numbers, group=group)
+        # Groups along the last dimension may each have added in an order of their own; the first one's sum counts.
+        for group in self._process_groups[:-1]:
+            dist.broadcast(numbers, group=group, group_src=0)
         return numbers.tolist()
 
 
