@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -174,17 +174,23 @@ def list_of_blocks(text: str) -> list[tuple[str, str]]:
     return [(block.language, block.body) for block in blocks(text)]
 
 
-def generator() -> object:
-    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+def script(path: pathlib.Path) -> Any:
+    """A script as a module of its own name, whatever else is called like it."""
+    name = f"docs_test_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+def generator() -> Any:
+    return script(DOCS / "generate.py")
+
+
 def test_generated_pages_are_those_of_the_results() -> None:
-    for name, text in generator().pages().items():  # type: ignore[attr-defined]
+    for name, text in generator().pages().items():
         committed = (DOCS / name).read_text(encoding="utf-8")
         assert committed == text, f"docs/{name} is out of date; run: python docs/generate.py"
 
@@ -223,7 +229,7 @@ REPORTS = {
 
 
 def test_generated_benchmarks_show_every_kind_of_file() -> None:
-    text = generator().benchmarks(REPORTS)  # type: ignore[attr-defined]
+    text = generator().benchmarks(REPORTS)
     assert "| plain | a peer | 1.5 | 1.5 | 1.50 (1.25 to 2.00) |  | 15 |" in text
     assert "| another | not run | absent | 1 |" in text
     assert "| ours | 9 | 3.0e-07 | 3.0e-07 | 3.0e-07 |" in text, "the worst seed"
@@ -232,7 +238,7 @@ def test_generated_benchmarks_show_every_kind_of_file() -> None:
 
 
 def test_generated_status_counts_hardware_runs_only() -> None:
-    text = generator().status(REPORTS)  # type: ignore[attr-defined]
+    text = generator().status(REPORTS)
     assert "| cuda | NVIDIA X | nvrtc | bf16 | **passed** | 2026-01-03 | `c.json` |" in text
     assert "| NVIDIA | nvrtc | fp32" not in text
     assert "| NVIDIA | ptx | fp32, fp16, bf16 | not yet measured on hardware |" in text, (
@@ -246,6 +252,18 @@ def test_pictures_are_those_of_the_script(tmp_path: pathlib.Path) -> None:
     assert drawn == sorted(path.name for path in (DOCS / "pictures").glob("*.svg"))
     for name in drawn:
         assert (tmp_path / name).read_text() == (DOCS / "pictures" / name).read_text(), f"{name}: run make_pictures.py"
+
+
+def test_traffic_in_the_picture_is_that_of_the_benchmark() -> None:
+    drawn = {title: read + written for title, read, written in script(DOCS / "make_pictures.py").TRAFFIC}
+    variants = script(ROOT / "benchmarks" / "workloads.py").VARIANTS
+    for title, variant in (
+        ("fused AdamW", "plain"),
+        ("fused AdamW, clipped", "clip"),
+        ("fused AMSGrad", "amsgrad"),
+        ("BF16 parameter, FP32 master", "bf16"),
+    ):
+        assert drawn[title] == variants[variant].bytes_per_element, title
 
 
 def raised_texts() -> list[str]:
