@@ -54,7 +54,7 @@ def two_passes() -> str:
         text(95, 86, "of all groups", size=12, anchor="middle", fill=SOFT),
         arrow(170, 70, 222, 70),
         box(225, 40, 150, 60, "#fff4ea"), text(300, 67, "statistics", anchor="middle"),
-        text(300, 86, "read 4 bytes an element", size=12, anchor="middle", fill=SOFT),
+        text(300, 86, "4 bytes an element", size=12, anchor="middle", fill=SOFT),
         arrow(375, 70, 427, 70),
         box(430, 40, 150, 60, "#fff4ea"), text(505, 67, "report, 12 bytes", anchor="middle"),
         text(505, 86, "bad, scale, sum", size=12, anchor="middle", fill=SOFT),
@@ -65,10 +65,10 @@ def two_passes() -> str:
         box(130, 150, 220, 60, "#eef4ff"), text(240, 177, "update, one launch", anchor="middle"),
         text(240, 196, "unscale, clip, decay, moments", size=12, anchor="middle", fill=SOFT),
         arrow(605, 180, 642, 180), text(650, 177, "skip:", size=13), text(650, 194, "nothing changes", size=13),
-        text(20, 24, "Pass 1 reads the gradients. Pass 2 reads and writes everything else, once.", size=14),
+        text(20, 24, "Pass 1 reads the gradients. Pass 2 reads every array once, and writes what changes.", size=14),
         text(20, 235, "Without max_grad_norm and with check_finite=False there is no pass 1.", size=12, fill=SOFT),
     ]  # fmt: skip
-    return picture(760, 250, "The two passes of a step", *parts)
+    return picture(780, 250, "The two passes of a step", *parts)
 
 
 def traffic() -> str:
