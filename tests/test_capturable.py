@@ -1,4 +1,4 @@
-"""The step whose decisions the device makes, driven on the CPU by the simulated CUDA kernels: a simulation, no hardware.
+"""The step whose decisions the device makes, driven on the CPU by the simulated CUDA kernels: no hardware involved.
 
 What only hardware can show (graph capture and replay, streams) is in the ``cuda`` suite of the regression runner.
 """
