@@ -1,8 +1,8 @@
 """The documentation is true: its code runs, its links and file names exist, its numbers are those of the results.
 
 A fenced ``python`` block runs, page by page, in order, in one namespace and one temporary folder. A block whose title
-begins with "not run:" gives its reason there and is compiled only. A ``text`` block titled "prints" is what the block
-before it prints.
+begins with "not run:" gives its reason there and is compiled only; where the reason is a package, the integration tests
+run it. A ``text`` block titled "prints" is what the block before it prints.
 """
 
 from __future__ import annotations
@@ -67,25 +67,48 @@ def empty_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_code_of_the_page_runs(name: str, empty_folder: pathlib.Path) -> None:
+def run_page(name: str, *, installed: bool) -> int:
+    """Run the page's code and return how many blocks that need a package ran.
+
+    Args:
+        name: of the page.
+        installed: also run the blocks that need a package ("not run: needs X") which is here.
+    """
     text = (ROOT / name).read_text(encoding="utf-8")
     space: dict[str, object] = {"__name__": "page"}
-    printed = ""
+    output: io.StringIO | None = None
+    extra = 0
     for block in blocks(text):
         where = f"{name}:{block.line}"
         if block.language == "python":
             # The line numbers of a traceback are those of the page.
             code = compile("\n" * (block.line - 1) + block.body, where, "exec")
+            output = None
             if block.title.startswith("not run:"):
                 assert len(block.title) > len("not run: "), f"{where} gives no reason"
-                continue
+                package = re.fullmatch(r"not run: needs (\w+)", block.title)
+                if not (installed and package and importlib.util.find_spec(package[1])):
+                    continue
+                extra += 1
             output = io.StringIO()
             with contextlib.redirect_stdout(output):
                 exec(code, space)
-            printed = output.getvalue()
-        elif block.title == "prints":
-            assert printed.strip() == block.body.strip(), f"{where} shows something else"
+        elif block.title == "prints" and output is not None:
+            assert block.body.strip() in output.getvalue(), f"{where} shows something else"
+            if block.body.strip() != output.getvalue().strip():
+                assert extra, f"{where} shows only a part"  # a framework prints more than the page shows
+    return extra
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_code_of_the_page_runs(name: str, empty_folder: pathlib.Path) -> None:
+    run_page(name, installed=False)
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("default")  # of the frameworks, about themselves
+def test_code_that_needs_a_framework_runs(empty_folder: pathlib.Path) -> None:
+    assert run_page("docs/frameworks.md", installed=True) == 3
 
 
 @pytest.mark.parametrize("name", NAMES)
