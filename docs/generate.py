@@ -6,7 +6,8 @@ What a file is, its keys say:
 
 - "comparisons": benchmarks/run.py, whole steps against peers.
 - "seeds": benchmarks/accuracy.py, errors against FP64.
-- "runs": tools/run_adamw_regressions.py, a list of {"suite", "device", "compiler", "dtype", "status"}.
+- "runs": tools/run_adamw_regressions.py, a list of {"suite", "task", "device", "compiler", "dtype",
+  "status", "simulation"}.
 - anything else is listed with its "what", so that no result is left out silently.
 
 All of them say when and where they were made: "environment" with "date".
@@ -35,6 +36,8 @@ WANTED = (
     ("AMD", "ptx", UNTESTED),
 )
 DTYPES = ("fp32", "fp16", "bf16")
+WITHOUT_HARDWARE = ("oracle", "reference", "build", "simulate")
+"""Suites that run no kernel of ours on a device."""
 
 
 def load(folder: pathlib.Path = RESULTS) -> dict[str, Report]:
@@ -156,12 +159,14 @@ def status(reports: dict[str, Report]) -> str:
     covered = set()
     for name, report in reports.items():
         for run in report.get("runs", []):
-            if run.get("status") == "passed" and run.get("suite") not in ("build", "simulate", "oracle", "reference"):
+            simulated = run.get("simulation") or run.get("suite") in WITHOUT_HARDWARE
+            if run.get("status") == "passed" and not simulated:
                 covered.add((str(run.get("device")), str(run.get("compiler"))))
-            what = (run.get("suite"), run.get("device"), run.get("compiler") or "", run.get("dtype") or "")
-            rows.append((*what, f"**{run.get('status')}**", date(report), f"`{name}`"))
+            what = [run.get(column) or "" for column in ("suite", "task", "device", "compiler", "dtype")]
+            outcome = f"**{run.get('status')}**" + " (simulation)" * bool(run.get("simulation"))
+            rows.append((*what, outcome, date(report), f"`{name}`"))
     text = HEAD + STATUS_INTRODUCTION + "\n## Committed results\n\n"
-    columns = ("Suite", "Device", "Compiler", "dtype", "Status", "Date", "File")
+    columns = ("Suite", "Task", "Device", "Compiler", "dtype", "Status", "Date", "File")
     text += table(columns, rows) if rows else "None yet; they are JSON files in `benchmarks/results/`.\n"
     missing = [
         (device, compiler, ", ".join(DTYPES), known)

@@ -242,8 +242,9 @@ REPORTS = {
     "c.json": {
         "environment": {"date": "2026-01-03"},
         "runs": [
-            {"suite": "cuda", "device": "NVIDIA X", "compiler": "nvrtc", "dtype": "bf16", "status": "passed"},
-            {"suite": "simulate", "device": "NVIDIA X", "compiler": "ptx", "dtype": None, "status": "passed"},
+            {"suite": "cuda", "task": "t", "device": "NVIDIA X", "compiler": "nvrtc", "dtype": "bf16", "status": "passed"},
+            {"suite": "x", "device": "NVIDIA X", "compiler": "ptx", "dtype": None, "status": "passed", "simulation": True},
+            {"suite": "cuda", "device": "AMD Y", "compiler": "ptx", "dtype": "fp32", "status": "failed"},
         ],
     },
     "d.json": {"environment": {"date": "2026-01-04"}, "what": "something new"},
@@ -262,10 +263,12 @@ def test_generated_benchmarks_show_every_kind_of_file() -> None:
 
 def test_generated_status_counts_hardware_runs_only() -> None:
     text = generator().status(REPORTS)
-    assert "| cuda | NVIDIA X | nvrtc | bf16 | **passed** | 2026-01-03 | `c.json` |" in text
+    assert "| cuda | t | NVIDIA X | nvrtc | bf16 | **passed** | 2026-01-03 | `c.json` |" in text
+    assert "| x |  | NVIDIA X | ptx |  | **passed** (simulation) | 2026-01-03 | `c.json` |" in text
     assert "| NVIDIA | nvrtc | fp32" not in text
     assert "| NVIDIA | ptx | fp32, fp16, bf16 | not yet measured on hardware |" in text, (
         "a simulation is no measurement"
+    assert "| AMD | ptx | fp32, fp16, bf16 | not yet measured on hardware |" in text, "a failure neither"
     )
 
 
