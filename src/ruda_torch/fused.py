@@ -132,7 +132,7 @@ class FusedStep:
         if gradients is None:
             gradients = [parameter.grad for parameter in everything]
         summed = self._guarded or found_inf is not None
-        reduction = None if ranks is None else ranks.reduction(len(groups), enabled=summed)
+        reduction = None if ranks is None else sharding.Reduction(ranks, len(groups), enabled=summed)
         with nullcontext() if reduction is None else reduction:
             control = StepControl(gradient_scale=1.0 if grad_scale is None else float(grad_scale))
             options = [self._group_options(number, group) for number, group in enumerate(groups)]

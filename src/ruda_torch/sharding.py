@@ -34,10 +34,15 @@ _SIGNATURE_BITS = 18
 """So that the sum of squared signatures of 100,000 ranks stays an exact FP64 integer."""
 
 
+_dtensor_class: Any = None
+
+
 def _dtensor() -> Any:
     """The class DTensor, or None: where nobody has imported its module, no tensor can be one."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return None if module is None else getattr(module, "DTensor", None)
+    global _dtensor_class  # noqa: PLW0603 - asked for once per tensor and step
+    if _dtensor_class is None:
+        _dtensor_class = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return _dtensor_class
 
 
 def is_sharded(tensor: object) -> bool:
@@ -54,9 +59,9 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     # Not to_local(): it makes a new view of a parameter at each call.
     part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    if type(part) not in _PLAIN and hasattr(part, "wait"):  # an AsyncCollectiveTensor has no memory to point at
-        part = part.wait()
-    return part
+    if type(part) in _PLAIN or not hasattr(part, "wait"):
+        return part
+    return part.wait()  # an AsyncCollectiveTensor has no memory to point at
 
 
 def placed_like(what: str, value: Tensor, parameter: Tensor) -> Tensor:
@@ -158,10 +163,6 @@ class Ranks:
         lengths = torch.zeros(count, dtype=torch.int64).index_add_(0, groups, rows)
         return Shares(factors.repeat_interleave(rows).to(device), lengths.to(device))
 
-    def reduction(self, groups: int, *, enabled: bool) -> Reduction:
-        """The sum of one step over ``groups`` parameter groups, or none of it; use it as a context manager."""
-        return Reduction(self, groups, enabled=enabled)
-
     def sum(self, numbers: Tensor) -> list[float]:
         """The FP64 numbers summed over all ranks, the same bits on each; waits for the device."""
         numbers = numbers.to(self.device)
@@ -229,8 +230,9 @@ class Reduction:
     Leaving the ``with`` block by an exception before the sum takes part with an error mark, so that the other ranks
     raise too instead of waiting for this one. Whether there is a sum is settled by parameters and settings alone.
 
-    Attributes:
+    Args:
         ranks: the ranks that take part.
+        groups: number of parameter groups.
         enabled: False: nothing has to be summed, and nobody takes part.
     """
 
