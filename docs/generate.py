@@ -6,6 +6,7 @@ What a file is, its keys say:
 
 - "comparisons": benchmarks/run.py, whole steps against peers.
 - "seeds": benchmarks/accuracy.py, errors against FP64.
+- "measured": benchmarks/communication.py, the sum over ranks.
 - "runs": tools/run_adamw_regressions.py, a list of {"suite", "task", "device", "compiler", "dtype",
   "status", "simulation"}.
 - anything else is listed with its "what", so that no result is left out silently.
@@ -93,6 +94,8 @@ def benchmarks(reports: dict[str, Report]) -> str:
             text += comparisons(report) + pictures(name)
         elif "seeds" in report:
             text += accuracy(report) + pictures(name)
+        elif "measured" in report:
+            text += communication(report) + pictures(name)
         else:
             text += f"\n{report.get('what', 'See the file.')}\n" + pictures(name)
     return text
@@ -149,6 +152,21 @@ def accuracy(report: Report) -> str:
     worst = f"{report['elements']} elements, {len(seeds)} seeds, the worst"
     text = f"\nRMS error against the FP64 reference, relative; {worst}.\n\n"
     return text + table(("Optimizer", "Steps", *quantities), rows)
+
+
+def communication(report: Report) -> str:
+    """Microseconds of the slowest rank, by number of processes."""
+    kinds = report["kinds"]
+    rows = [
+        (
+            row["processes"],
+            *(f"{row[kind]['median']:.0f} ({row[kind]['min']:.0f} to {row[kind]['max']:.0f})" for kind in kinds),
+        )
+        for row in report["measured"]
+    ]
+    text = f"\nMicroseconds, median (least to most); {report['elements per rank']} elements on each rank.\n\n"
+    text += table(("Processes", *kinds), rows)
+    return text + "\n" + "".join(f"- {kind}: {meaning}\n" for kind, meaning in kinds.items())
 
 
 # ---- status ----------------------------------------------------------------------------------------------------------

@@ -249,6 +249,12 @@ REPORTS = {
         ],
     },
     "d.json": {"environment": {"date": "2026-01-04"}, "what": "something new"},
+    "f.json": {
+        "environment": {"date": "2026-01-06"},
+        "elements per rank": 8,
+        "kinds": {"sum": "the sum over ranks"},
+        "measured": [{"processes": 4, "sum": {"median": 30.4, "min": 20.0, "max": 99.6}}],
+    },
     "e.json": {"environment": {"date": "2026-01-05"}, "settings": {"quick": True}, "comparisons": []},
 }
 
@@ -259,6 +265,7 @@ def test_generated_benchmarks_show_every_kind_of_file() -> None:
     assert "| another | not run | absent | 1 |" in text
     assert "| ours | 9 | 3.0e-07 | 3.0e-07 | 3.0e-07 |" in text, "the worst seed"
     assert "something new" in text
+    assert "| 4 | 30 (20 to 100) |" in text
     assert "smoke test" in text
 
 
