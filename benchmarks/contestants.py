@@ -141,9 +141,9 @@ DEFAULT_PEERS = tuple(name for name in PEERS if name not in ("ours", "staged-eag
 class Contestant:
     """One optimizer with parameters of its own, over the shared gradients, and its whole step.
 
-    Ours does everything in its step. A peer unscales with torch's GradScaler, clips with torch's ``clip_grad_norm_``,
-    and keeps FP32 masters of BF16 parameters beside the model, casting gradients in and parameters out, as training
-    loops do.
+    Ours does everything in its step, with ``ruda_torch.GradScaler`` where gradients are scaled. A peer unscales with
+    torch's GradScaler, clips with torch's ``clip_grad_norm_``, and keeps FP32 masters of BF16 parameters beside the
+    model, casting gradients in and parameters out, as training loops do.
     """
 
     def __init__(self, peer: Peer, data: Data, variant: Variant) -> None:
@@ -161,7 +161,8 @@ class Contestant:
         self.optimizer = peer.make(self._masters, variant)
         self._scaler = None
         if variant.scale is not None:
-            self._scaler = torch.amp.GradScaler(data.device.type, init_scale=variant.scale, growth_interval=10**9)
+            scaler = ruda_torch.GradScaler if self._inside else torch.amp.GradScaler
+            self._scaler = scaler(data.device.type, init_scale=variant.scale, growth_interval=10**9)
             self._scaler.scale(torch.ones((), device=data.device))  # makes the scale, which a training loop's loss does
         self._norm: Tensor | None = None
 
