@@ -196,6 +196,14 @@ def an_optimizer_built_before_sharding_raises(context: Context) -> None:
     with pytest.raises(InvalidOption, match="is no longer part of any module"):
         optimizer.step()
 
+    mesh = context.mesh((context.world, 1), ("dp", "tp"))
+    model = tensor_parallel(build(), mesh["tp"])
+    optimizer = optimizer_of(model)  # between the two
+    fsdp(model, mesh["dp"])
+    loss_of(model, next(batches(1))).backward()
+    with pytest.raises(InvalidOption, match="is no longer part of any module"):
+        optimizer.step()
+
 
 @check(2)
 def idle_plain_models_are_no_mistake(context: Context) -> None:
@@ -243,6 +251,26 @@ def parameters_of_other_ranks_are_noticed(context: Context) -> None:
     with pytest.raises(InvalidState, match=r"add up to 15 elements.*pipeline stages"):
         optimizer.step()
     assert not optimizer.state
+
+
+@check(2, 4)
+def ranks_without_any_element_take_part(context: Context) -> None:
+    mesh = context.mesh()
+    parameter = nn.Parameter(distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)]))
+    optimizer = ruda_torch.AdamW([parameter], lr=0.5, weight_decay=0.0, fused_step=True)
+    parameter.grad = distribute_tensor(torch.full((1, 3), 2.0), mesh, [Shard(0)])
+    assert parameter.to_local().numel() == (0 if context.rank else 3)
+    for step in (1, 2):
+        optimizer.step()
+        assert abs(optimizer.last_grad_norm - 12**0.5) <= 1e-6 * 4
+        assert float(optimizer.state[parameter]["step"]) == step
+        assert optimizer.state[parameter]["exp_avg"].to_local().shape == parameter.to_local().shape
+    parameter.grad.to_local().fill_(math.nan)
+    optimizer.step()
+    assert optimizer.last_step_skipped
+    assert float(optimizer.state[parameter]["step"]) == 2
+    # Two steps of lr, short of a relative 1e-8, and roundings of numbers below 1
+    assert float(full(parameter).abs().max()) <= 4 * 2.0**-24 + 1e-8
 
 
 @check(2)

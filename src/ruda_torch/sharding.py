@@ -377,7 +377,7 @@ def check_not_replaced(
 
     ``fully_shard`` and ``parallelize_module`` do that; an optimizer built before them would update nothing, silently.
     Looks through all modules of the process, so it is called when the tensors of a step are new, and looks only if a
-    plain parameter has no gradient.
+    parameter has no gradient.
 
     Args:
         parameters, gradients: of all groups.
@@ -390,7 +390,7 @@ def check_not_replaced(
     idle = {
         id(parameter): position
         for position, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True))
-        if gradient is None and parameter.requires_grad and type(parameter) in _PLAIN
+        if gradient is None and parameter.requires_grad
     }
     if not idle or (idle.keys() <= known and len(idle) < len(parameters)):
         return
