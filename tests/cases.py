@@ -296,16 +296,17 @@ class Follower:
         return Expected(self.state.step, clip, values, bounds)
 
 
-def _lerp_roundings(c: float) -> float:
-    """Roundings of a moment's step from ``old`` to ``x`` by ``c``, in units of U * |x - old|, without the last sum.
+def _lerp_roundings(beta: float) -> float:
+    """Roundings of a step from ``old`` to ``x`` by ``c = 1 - beta``, in units of U * |x - old|, without the last sum.
 
     Below 1/2, ``old + c*(x - old)``: the difference, the coefficient and the product err relative to c. From 1/2 on,
     ``x - (1-c)*(x - old)``: the difference and the product err relative to 1 - c; 1 - c itself is exact in FP32, but
     carries the absolute error of c, which was rounded.
     """
+    c = 1.0 - beta
     if c <= 0.5:
         return 3 * c
-    return 2 * (1 - c) + abs(float(np.float32(c)) - c) / U
+    return 2 * beta + abs((1.0 - float(np.float32(c))) - beta) / U
 
 
 def _propagate(
@@ -346,7 +347,7 @@ def _propagate(
     if literal:  # b1*m + c1*g: coefficient, product (and, in lerp, a difference) on either side, then the sum
         m_round, v_round = 3 * (b1 * np.abs(m_old) + c1 * g), 3 * (b2 * v_old + c2 * gg)
     else:
-        m_round, v_round = _lerp_roundings(c1) * np.abs(signed - m_old), _lerp_roundings(c2) * np.abs(gg - v_old)
+        m_round, v_round = _lerp_roundings(b1) * np.abs(signed - m_old), _lerp_roundings(b2) * np.abs(gg - v_old)
     e_m = b1 * e_m + c1 * e_g + U * (m_round + np.abs(new.first_moment)) + 2 * TINY
     e_v = b2 * e_v + c2 * e_gg + U * (v_round + new.second_moment) + 2 * TINY
     v_used, e_used = new.second_moment, e_v
