@@ -1,5 +1,7 @@
 # `make venv` is all a clean clone needs; every other target makes it first. Needed: make, Python >= 3.10, a C++ compiler.
 PYTHON ?= python3
+# Where `make gpu` leaves its results
+OUT ?= build/gpu
 # Extra arguments for pytest, for example: make test PYTEST_ARGS="-k clip -x"
 PYTEST_ARGS ?=
 # Sanitizers for `make sanitize`: address,undefined or thread
@@ -14,10 +16,11 @@ BIN := $(VENV)/bin
 # Quiet twice: no progress, no warnings; errors and the output of a failed build are shown.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 CSRC := src/ruda_optim/fused_adamw/kernels/csrc
-CPP_FILES = $(wildcard $(CSRC)/*.h $(CSRC)/*.cpp $(CSRC)/*.cu cmake/*.cpp)
+SIMULATOR := tools/fused_adamw/host_simulator
+CPP_FILES = $(wildcard $(CSRC)/*.h $(CSRC)/*.cpp $(CSRC)/*.cu cmake/*.cpp $(SIMULATOR)/*.h $(SIMULATOR)/*.cpp)
 PYTHON_DIRS = $(wildcard src tests tools benchmarks examples cmake docs)
 
-.PHONY: venv demo test lint format bench sanitize test-nightly test-integrations docs wheel gpu clean distclean
+.PHONY: venv demo test lint format bench sanitize test-nightly test-integrations docs wheel gpu regressions clean distclean
 .DELETE_ON_ERROR:
 
 # ---- environment: two steps, because the build runs inside the environment and needs what the first step installs ----
@@ -34,7 +37,7 @@ $(VENV)/.dependencies: requirements-dev.txt constraints.txt | $(VENV)/.created
 	@$(PIP) -r requirements-dev.txt
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.dependencies pyproject.toml CMakeLists.txt cmake/find_torch.py $(filter-out %.cu cmake/%,$(CPP_FILES))
+$(VENV)/.installed: $(VENV)/.dependencies pyproject.toml CMakeLists.txt cmake/find_torch.py $(filter-out %.cu cmake/% tools/%,$(CPP_FILES))
 	@echo "Building and installing ruda-optim"
 	@$(PIP) --no-build-isolation --no-deps --config-settings=cmake.define.RUDA_WERROR=ON --editable .
 	@touch $@
@@ -51,8 +54,13 @@ demo: venv
 bench: venv
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
 
-gpu: venv
-	$(BIN)/python tools/run_adamw_regressions.py --suite cuda --compiler both $(GPU_ARGS)
+# Without an environment of its own: a GPU machine brings its PyTorch, and may have no package registry.
+gpu:
+	tools/gpu.sh "$(PYTHON)" "$(OUT)"
+
+# For example: make regressions REGRESSIONS_ARGS="--suite build --compiler nvrtc"
+regressions: venv
+	$(BIN)/python tools/run_adamw_regressions.py $(REGRESSIONS_ARGS)
 
 # Not --quiet: it would hide warnings from --strict as well.
 docs: venv

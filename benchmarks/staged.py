@@ -93,7 +93,8 @@ class StagedAdamW:
             dtype=torch.float32,
         ).unbind()
         for parameter in self._parameters:
-            p, g = parameter.view(-1), parameter.grad.view(-1)
+            # Without its gradient, whose dtype may be another: torch.compile does not take that.
+            p, g = parameter.data.view(-1), parameter.grad.view(-1)
             m, v, *rest = (tensor.view(-1) for tensor in self.state[parameter].values())
             scratch = self._scratch[: p.numel()]
             first_moment(m, g, weight1)

@@ -1,0 +1,360 @@
+"""Runs the tasks of the regression suites one by one and writes down what happened. Standard library only.
+
+A task is one command. Its status: ``passed``; ``failed``; ``timeout``; ``blocked``, when a tool is missing, or when
+tests were skipped for a reason that the task does not allow. A blocked task proves nothing: it is never a pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+ROOT = Path(__file__).resolve().parents[2]
+PASSED, FAILED, BLOCKED, TIMEOUT = "passed", "failed", "blocked", "timeout"
+EXIT_CODES = {PASSED: 0, FAILED: 1, BLOCKED: 3, TIMEOUT: 4}  # 2 is a wrong command line
+DTYPES = ("fp32", "fp16", "bf16")
+FORMAT = 1
+LOG_CHARACTERS = 200_000  # kept of one task's output: its first and its last half
+SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".json", ".toml", ".txt", ".sh", ".cmake")
+SOURCE_FOLDERS = ("src", "tests", "tools", "benchmarks", "cmake")
+_OFFLINE = {
+    "PIP_NO_INDEX": "1",
+    "UV_OFFLINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "http_proxy": "http://127.0.0.1:9",  # the discard port: a download fails at once instead of succeeding unseen
+    "https_proxy": "http://127.0.0.1:9",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One command of a suite.
+
+    Attributes:
+        suite, name: what it is called in tables and reports.
+        command: the words of the command line.
+        device: ``cpu``, ``cuda``, or in words where nothing of ours runs on either.
+        compiler: ``cpu``, ``nvrtc``, ``ptx`` or None.
+        dtype: of the gradients, where the task is about one.
+        environment: variables to set; a value of None removes one.
+        needs: names of tools in the probe's answer.
+        gpu: without one the task has failed, not merely been blocked.
+        simulation: results come from a simulator or an interpreter and say nothing about hardware.
+        pytest: the command is pytest: its results are read test by test.
+        may_skip: patterns of reasons for which a test may be skipped without blocking the task.
+    """
+
+    suite: str
+    name: str
+    command: tuple[str, ...]
+    device: str = "cpu"
+    compiler: str | None = None
+    dtype: str | None = None
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    gpu: bool = False
+    simulation: bool = False
+    pytest: bool = False
+    may_skip: tuple[str, ...] = ()
+
+
+@dataclass
+class Outcome:
+    """What became of a task."""
+
+    task: Task
+    status: str
+    reason: str = ""
+    started: str = ""
+    duration: float = 0.0
+    returncode: int | None = None
+    log: str = ""
+    tests: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Reasons for skips, with how many tests gave them."""
+    by_dtype: dict[str, str] = field(default_factory=dict)
+    """The status of the tests about one gradient dtype, where test names tell it."""
+
+    def as_dict(self) -> dict[str, Any]:
+        task = self.task
+        return {
+            "suite": task.suite,
+            "task": task.name,
+            "status": self.status,
+            "reason": self.reason,
+            "simulation": task.simulation,
+            "command": " ".join(portable(word) for word in task.command),
+            "environment": {key: value and portable(value) for key, value in task.environment.items()},
+            "started": self.started,
+            "duration s": round(self.duration, 2),
+            "exit code": self.returncode,
+            "tests": self.tests,
+            "skipped": self.skipped,
+            "log": self.log,
+        }
+
+    def rows(self, gpu: str | None) -> list[dict[str, Any]]:
+        """The task for the status table, once per gradient dtype that was told apart. ``gpu``: the device's name."""
+        task = self.task
+        device = gpu or "no GPU" if task.device == "cuda" else task.device
+        row = {"suite": task.suite, "task": task.name, "device": device, "compiler": task.compiler}
+        rest = {"simulation": task.simulation, "duration s": round(self.duration, 2)}
+        if self.by_dtype:
+            return [{**row, "dtype": dtype, "status": status, **rest} for dtype, status in self.by_dtype.items()]
+        return [{**row, "dtype": task.dtype, "status": self.status, **rest}]
+
+
+def probe(python: str = sys.executable) -> dict[str, Any]:
+    """The answer of probe.py: ``missing`` (tool -> reason or None) and ``environment``."""
+    command = [python, str(Path(__file__).with_name("probe.py"))]
+    done = subprocess.run(command, env=variables({}), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def variables(changes: Mapping[str, str | None], *, offline: bool = False) -> dict[str, str]:
+    """The environment of a task: this process's, the tools on the module path, and the task's own changes."""
+    found = dict(os.environ)
+    paths = [str(ROOT / "tools"), *filter(None, found.get("PYTHONPATH", "").split(os.pathsep))]
+    found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    found["PYTHONUNBUFFERED"] = "1"
+    if offline:
+        found.update(_OFFLINE)
+    for name, value in changes.items():
+        if value is None:
+            found.pop(name, None)
+        else:
+            found[name] = value
+    return found
+
+
+def obstacle(task: Task, missing: Mapping[str, str | None]) -> tuple[str, str] | None:
+    """Status and reason of a task that cannot start here, or None."""
+    if task.gpu and missing["gpu"] is not None:
+        return FAILED, f"the suite '{task.suite}' {missing['gpu']}; run it where there is one, or leave it out"
+    for tool in task.needs:
+        if missing[tool] is not None:
+            return BLOCKED, str(missing[tool])
+    return None
+
+
+def run(task: Task, missing: Mapping[str, str | None], timeout: float, *, offline: bool = False) -> Outcome:
+    """Run one task to its end, or for ``timeout`` seconds."""
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    hindered = obstacle(task, missing)
+    if hindered is not None:
+        return Outcome(task, *hindered, started=started)
+    if timeout <= 0:
+        return Outcome(task, TIMEOUT, "not started: the time for all tasks is over", started=started)
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.xml"
+        command, changes = list(task.command), dict(task.environment)
+        if task.pytest:
+            command.append(f"--junitxml={results}")
+            changes["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # what else is installed here takes no part
+        log_path = Path(folder) / "log"
+        begin = time.monotonic()
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=variables(changes, offline=offline),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that what it starts ends with it
+            )
+            try:
+                returncode: int | None = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                returncode = None
+            finally:
+                if process.poll() is None:
+                    end(process)
+        outcome = Outcome(task, PASSED, "", started, time.monotonic() - begin, returncode)
+        outcome.log = shortened(portable(log_path.read_text(encoding="utf-8", errors="replace"), folder))
+        if returncode is None:
+            outcome.status, outcome.reason = TIMEOUT, f"still running after {timeout:.0f} s"
+        elif task.pytest:
+            judge_tests(outcome, results)
+        elif returncode != 0:
+            outcome.status, outcome.reason = FAILED, f"exit code {returncode}: {last_line(outcome.log)}"
+    return outcome
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Terminate a process and all it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+            return
+
+
+def judge_tests(outcome: Outcome, results: Path) -> None:
+    """Status and counts of a pytest run, from its exit code and its result file."""
+    if not results.exists():
+        outcome.status = FAILED
+        outcome.reason = f"pytest ended with exit code {outcome.returncode} and left no results"
+        return
+    statuses: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
+    dtypes: dict[str, set[str]] = {}
+    failures = []
+    for case in ET.parse(results).iter("testcase"):
+        name = case.get("name", "")
+        status = PASSED
+        skip = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            status = FAILED
+            failures.append(name)
+        elif skip is not None:
+            reason = skip.get("message", "")
+            skipped[reason] += 1
+            allowed = any(re.search(pattern, reason) for pattern in outcome.task.may_skip)
+            status = "skipped" if allowed else BLOCKED
+        statuses[status] += 1
+        for dtype in DTYPES:
+            if re.search(rf"\b{dtype}\b", name):
+                dtypes.setdefault(dtype, set()).add(status)
+    outcome.tests, outcome.skipped = dict(statuses), dict(skipped)
+    outcome.by_dtype = {dtype: worst(dtypes[dtype]) for dtype in DTYPES if dtype in dtypes}
+    if statuses[FAILED]:
+        outcome.status = FAILED
+        outcome.reason = f"{statuses[FAILED]} of {statuses.total()} tests failed: {', '.join(failures[:5])}"
+    elif outcome.returncode != 0:
+        outcome.status = FAILED
+        outcome.reason = f"pytest ended with exit code {outcome.returncode}: {last_line(outcome.log)}"
+    elif statuses[BLOCKED]:
+        outcome.status = BLOCKED
+        reasons = sorted(reason for reason in skipped if not any(re.search(p, reason) for p in outcome.task.may_skip))
+        outcome.reason = f"{statuses[BLOCKED]} tests could not run: {'; '.join(reasons)}"
+    elif not statuses[PASSED]:
+        outcome.status, outcome.reason = BLOCKED, "no test ran"
+    else:
+        outcome.reason = f"{statuses[PASSED]} tests" + (f", {statuses['skipped']} skipped" * bool(statuses["skipped"]))
+
+
+def worst(statuses: Iterable[str]) -> str:
+    """Failed before timeout before blocked; passed only if nothing is worse and something passed."""
+    found = set(statuses)
+    return next((status for status in (FAILED, TIMEOUT, BLOCKED, PASSED) if status in found), BLOCKED)
+
+
+def portable(text: str, scratch: str | None = None) -> str:
+    """Without the paths of this machine, so that a report can be published and compared."""
+    places = [(str(ROOT), "."), (sys.executable, "python"), (sys.prefix, "<python>"), (sys.base_prefix, "<python>")]
+    places += [(scratch, "<scratch>")] if scratch else []
+    places += [(tempfile.gettempdir(), "<tmp>"), (str(Path.home()), "~")]
+    for place, name in places:
+        if place not in ("/", "/usr", "/usr/local"):  # too general: they are in many paths of no interest
+            text = text.replace(place, name)
+    return text
+
+
+def shortened(text: str) -> str:
+    if len(text) <= LOG_CHARACTERS:
+        return text
+    half = LOG_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+def last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no output"
+
+
+def source_hashes() -> dict[str, str]:
+    """SHA-256 of every file that decides what was run, by its path in the repository."""
+    files = [ROOT / "pyproject.toml", ROOT / "CMakeLists.txt"]
+    for folder in SOURCE_FOLDERS:
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in SOURCE_SUFFIXES and path.is_file()]
+    results = ROOT / "benchmarks" / "results"
+    return {
+        path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(files)
+        if results not in path.parents
+    }
+
+
+def git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+class Report:
+    """The JSON file of one call of the runner; written anew after each task, so that a killed run leaves its part.
+
+    Args:
+        path: where to write.
+        found: the probe's answer.
+        command: the runner's command line.
+        options: its options.
+    """
+
+    def __init__(self, path: Path, found: Mapping[str, Any], command: list[str], options: Mapping[str, Any]) -> None:
+        self._path = path
+        self._outcomes: list[Outcome] = []
+        uncommitted = git("status", "--porcelain", "--untracked-files=no")
+        self._head = {
+            "format": FORMAT,
+            "what": "a run of tools/run_adamw_regressions.py",
+            "environment": {
+                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "command": " ".join(["python", *map(portable, command)]),
+                "commit": git("rev-parse", "HEAD"),
+                "uncommitted changes": None if uncommitted is None else bool(uncommitted),
+                **found["environment"],
+            },
+            "missing": {tool: portable(reason) for tool, reason in found["missing"].items() if reason is not None},
+            "options": dict(options),
+            "sources": source_hashes(),
+        }
+
+    @property
+    def status(self) -> str:
+        return worst(outcome.status for outcome in self._outcomes)
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return self._outcomes
+
+    def add(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        self.write(complete=False)
+
+    def write(self, *, complete: bool) -> None:
+        gpu = self._head["environment"]["gpu"]
+        content = {
+            **self._head,
+            "complete": complete,
+            "status": self.status,
+            "runs": [row for outcome in self._outcomes for row in outcome.rows(gpu)],
+            "tasks": [outcome.as_dict() for outcome in self._outcomes],
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_name(self._path.name + ".partial")
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, self._path)
