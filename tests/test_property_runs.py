@@ -148,6 +148,7 @@ class Runs(RuleBasedStateMachine):
         seen_inf = False
         if how == "attributes":
             optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(found_inf)
+            scale = optimizer.grad_scale.item()  # as FP32 holds it
             seen_inf = found_inf > 0
         elif how != "plain":
             scaler = (torch.amp if how == "torch scaler" else ruda_torch).GradScaler("cpu", init_scale=scale)
