@@ -98,7 +98,7 @@ class Outcome:
             "suite": task.suite,
             "task": task.name,
             "status": self.status,
-            "reason": self.reason,
+            "reason": portable(self.reason),
             "simulation": task.simulation,
             "command": " ".join(portable(word) for word in task.command),
             "environment": {key: value and portable(value) for key, value in task.environment.items()},
@@ -262,12 +262,13 @@ def worst(statuses: Iterable[str]) -> str:
 
 def portable(text: str, scratch: str | None = None) -> str:
     """Without the paths of this machine, so that a report can be published and compared."""
-    places = [(str(ROOT), "."), (sys.executable, "python"), (sys.prefix, "<python>"), (sys.base_prefix, "<python>")]
-    places += [(scratch, "<scratch>")] if scratch else []
-    places += [(tempfile.gettempdir(), "<tmp>"), (str(Path.home()), "~")]
-    for place, name in places:
+    places = {str(ROOT): ".", sys.executable: "python", sys.prefix: "<python>", sys.base_prefix: "<python>",
+              tempfile.gettempdir(): "<tmp>", str(Path.home()): "~"}  # fmt: skip
+    if scratch:
+        places[scratch] = "<scratch>"
+    for place in sorted(places, key=len, reverse=True):
         if place not in ("/", "/usr", "/usr/local"):  # too general: they are in many paths of no interest
-            text = text.replace(place, name)
+            text = text.replace(place, places[place])
     return text
 
 
