@@ -11,10 +11,10 @@ import torch
 
 from ruda_optim.fused_adamw import AdamWOptions, GradientGuardOptions, InvalidOption, InvalidState
 
-from . import checkpoint, compiled
+from . import checkpoint, compiled, sharding
 from .capturable import CapturableStep, CapturedReport
 from .fused import FusedStep, Settings, StepReport
-from .members import check_parameter_dtype
+from .members import MASTER, REMAINDER, check_parameter_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -259,6 +259,28 @@ class AdamW(torch.optim.AdamW):
             targets[position] = param.detach()
         own = all(t.data_ptr() == p.data_ptr() for t, p in zip(targets, everything, strict=True))
         self._run(gradients, None if own else targets)
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take over FP16 and BF16 parameters that something else than ``step`` has changed.
+
+        The fused step writes a half parameter from its FP32 master, so weights that were loaded, averaged or swapped in
+        after the first step would be overwritten by the next one. Call this after such a change. An element that still
+        is its master, rounded, keeps the master's low bits; every other master element becomes the parameter's value.
+        So nothing is lost where nothing changed. Moments and step counts stay.
+
+        A split master is the parameter and 16 more bits, so it follows by itself; what it holds below the parameter is
+        set to zero, everywhere, because nothing tells which elements changed. FP32 parameters have no master.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                half = sharding.local(parameter)
+                if MASTER in state:
+                    master = sharding.local(state[MASTER])
+                    master.copy_(torch.where(master.to(half.dtype) == half, master, half.to(master.dtype)))
+                if REMAINDER in state:
+                    sharding.local(state[REMAINDER]).zero_()
 
     # ---- saving and loading ------------------------------------------------------------------------------------------
 
