@@ -91,7 +91,7 @@ def benchmarks(reports: dict[str, Report]) -> str:
         if report.get("settings", {}).get("quick"):
             text += "\nA smoke test over tiny tensors: it shows that everything runs, and no speed.\n"
         elif "comparisons" in report:
-            text += comparisons(report) + pictures(name)
+            text += comparisons(name, report) + pictures(name)
         elif "seeds" in report:
             text += accuracy(report) + pictures(name)
         elif "measured" in report:
@@ -101,7 +101,7 @@ def benchmarks(reports: dict[str, Report]) -> str:
     return text
 
 
-def comparisons(report: Report) -> str:
+def comparisons(name: str, report: Report) -> str:
     text = ""
     for workload, about in report["workloads"].items():
         rows = [
@@ -109,7 +109,7 @@ def comparisons(report: Report) -> str:
             for entry in report["comparisons"]
             if entry["workload"] == workload and entry["status"] == "measured"
         ]
-        text += f"\n### {about['title']} {{ #{anchor(report, workload)} }}\n\n"
+        text += f"\n### {about['title']} {{ #{name.removesuffix('.json')}-{workload} }}\n\n"
         columns = ("Step", "Peer", "ours, ms", "peer, ms", "peer / ours (p20 to p80)", "ours / limit", "rounds")
         text += table(columns, rows) if rows else "Nothing was measured.\n"
     reasons: dict[tuple[str, str, str], int] = {}
@@ -123,10 +123,6 @@ def comparisons(report: Report) -> str:
     return text
 
 
-def anchor(report: Report, workload: str) -> str:
-    return f"{str(environment(report).get('device', 'cpu')).replace(':', '-')}-{workload}"
-
-
 def comparison_row(report: Report, entry: dict[str, Any]) -> tuple[object, ...]:
     ratio = entry["ratio"]
     limit = entry.get("ours t/limit")
@@ -135,9 +131,9 @@ def comparison_row(report: Report, entry: dict[str, Any]) -> tuple[object, ...]:
         report["peers"][entry["peer"]],
         f"{entry['ours ms']['median']:.3g}",
         f"{entry['peer ms']['median']:.3g}",
-        f"{ratio['median']:.2f} ({ratio['p20']:.2f} to {ratio['p80']:.2f})",
+        f"{ratio['median']:.2f} ({ratio.get('p20', ratio['min']):.2f} to {ratio.get('p80', ratio['max']):.2f})",
         f"{limit['median']:.2f}" if limit else "",
-        entry["rounds kept"],
+        entry.get("rounds kept", ""),
     )
 
 
@@ -214,7 +210,8 @@ How a measurement is made:
 - A row is the whole `step()`: what lies between `backward()` and the next forward pass. For a peer that includes the
   `clip_grad_norm_`, the unscaling and the copies to FP32 masters which it needs around its step.
 - Rounds in which other processes used the machine are dropped and counted in the file.
-- A ratio above 1 means that ours took less time. Ratios come from pairs of the same round; absolute times of different
+- A ratio above 1 means that ours took less time. Beside the median stand the 20th and 80th percentiles, or the extremes
+  where few rounds were made. Ratios come from pairs of the same round; absolute times of different
   machines or days do not compare.
 - "ours / limit" is our time divided by the time that the least possible memory traffic takes, at the rate of a plain
   in-place multiplication measured in the same round. It is left out where the tensors fit into the cache.
