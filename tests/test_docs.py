@@ -108,7 +108,7 @@ def test_code_of_the_page_runs(name: str, empty_folder: pathlib.Path) -> None:
 @pytest.mark.integration
 @pytest.mark.filterwarnings("default")  # of the frameworks, about themselves
 def test_code_that_needs_a_framework_runs(empty_folder: pathlib.Path) -> None:
-    assert run_page("docs/frameworks.md", installed=True) == 3
+    assert run_page("docs/frameworks.md", installed=True) == 6
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -91,7 +91,14 @@ def test_update_bn_after_training() -> None:
             return {"loss": torch.nn.functional.mse_loss(model(inputs).squeeze(-1), labels)}
 
         optimizer, averaged = make(model), swa_utils.AveragedModel(model)
-        train(model, optimizer, loader(samples()), clip=clip, forward=forward, after=lambda: averaged.update_parameters(model))
+        train(
+            model,
+            optimizer,
+            loader(samples()),
+            clip=clip,
+            forward=forward,
+            after=lambda: averaged.update_parameters(model),
+        )
         stale = copy.deepcopy(averaged.module[1].running_mean)
         swa_utils.update_bn([batch["inputs"] for batch in loader(samples())], averaged)
         assert not torch.equal(averaged.module[1].running_mean, stale)
@@ -262,9 +269,7 @@ def test_activation_checkpoints_give_the_same_bits(reentrant) -> None:
         def forward(inputs, labels, model=model, recompute=recompute):
             if not recompute:
                 return model(inputs, labels)
-            hidden = checkpoint.checkpoint(
-                model.layers[:2], inputs.clone().requires_grad_(), use_reentrant=reentrant
-            )
+            hidden = checkpoint.checkpoint(model.layers[:2], inputs.clone().requires_grad_(), use_reentrant=reentrant)
             return {"loss": torch.nn.functional.mse_loss(model.layers[2](hidden).squeeze(-1), labels)}
 
         train(model, optimizer, loader(samples()), forward=forward)
