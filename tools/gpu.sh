@@ -32,7 +32,7 @@ fi
 
 # The most telling first, should the time run out: 8 minutes less the build.
 "$python" tools/run_adamw_regressions.py --suite cuda --suite bench --suite host --compiler both --device cuda \
-    --offline --timeout 240 --budget 430 --report "$out/gpu.json" >"$out/run.log" 2>&1
+    --iterations 10 --samples 5 --offline --timeout 240 --budget 430 --report "$out/gpu.json" >"$out/run.log" 2>&1
 code=$?
 cat "$out/run.log"
 exit $code

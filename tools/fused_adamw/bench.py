@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 PEER = "torch-fused"
-GPT2_STEPS = 5  # at most, per sample: comparing 124 million elements takes far longer than a step
+GPT2_STEPS = 3  # at most, per sample: comparing 124 million elements takes far longer than a step
 GIB_OF_PARAMETERS = Workload("1gib", "one tensor of 1 GiB", ((2**28,),), streams=True)
 SMALL = Workload("148x16", "148 tensors of 16", ((16,),) * 148)
 TIMED_STEPS = 10

@@ -111,14 +111,13 @@ class Outcome:
         }
 
     def rows(self, gpu: str | None) -> list[dict[str, Any]]:
-        """The task for the status table, once per gradient dtype that was told apart. ``gpu``: the device's name."""
+        """The task for the status table, and its tests about each gradient dtype. ``gpu``: the device's name."""
         task = self.task
         device = gpu or "no GPU" if task.device == "cuda" else task.device
         row = {"suite": task.suite, "task": task.name, "device": device, "compiler": task.compiler}
         rest = {"simulation": task.simulation, "duration s": round(self.duration, 2)}
-        if self.by_dtype:
-            return [{**row, "dtype": dtype, "status": status, **rest} for dtype, status in self.by_dtype.items()]
-        return [{**row, "dtype": task.dtype, "status": self.status, **rest}]
+        statuses = self.by_dtype | {task.dtype: self.status}
+        return [{**row, "dtype": dtype, "status": status, **rest} for dtype, status in statuses.items()]
 
 
 def probe(python: str = sys.executable) -> dict[str, Any]:
