@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ruda_torch
 from framework_runs import (
     MAX_NORM,
     STEPS,
@@ -133,6 +134,26 @@ def test_bf16_mixed_needs_our_clip(tmp_path) -> None:
     assert_close(left.model, right.model, unlike.model, BF16_TOLERANCE)
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
         fit(tmp_path, Module(ours), precision="bf16-mixed", gradient_clip_val=MAX_NORM)
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ruda_torch.GradScaler], ids=["torch's", "ours"])
+def test_fp16_loss_scaling(tmp_path, scaler_class) -> None:
+    """Lightning turns 16-mixed into bf16-mixed on the CPU; its plugin itself works there, with any scaler."""
+
+    def run(make, **settings):
+        scaler = scaler_class("cpu", init_scale=2.0**18, growth_interval=4)
+        plugin = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+        module = fit(tmp_path, Module(make), plugins=[plugin], **settings)
+        return module, scaler.get_scale()
+
+    left, scale = run(clipping)
+    right, other = run(theirs, gradient_clip_val=MAX_NORM)
+    unlike, _ = run(theirs)
+    assert 0 < left.made.skipped_steps < STEPS / 2, "some scales must overflow in FP16"
+    assert scale == other
+    assert_close(left.model, right.model, unlike.model, BF16_TOLERANCE / 8)  # FP16 has three bits more
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        run(ours, gradient_clip_val=MAX_NORM)
 
 
 def test_bf16_true_trains_masters(tmp_path) -> None:

@@ -177,6 +177,37 @@ def test_refresh_masters_makes_a_split_master_the_parameter() -> None:
     assert not any(optimizer.state[p]["master_remainder"].view(torch.int16).any() for p in model.parameters())
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_refresh_masters_of_sharded_parameters(monkeypatch, split) -> None:
+    """One rank is enough: each one refreshes its own part and talks to nobody."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        model = regression(torch.bfloat16)
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+        optimizer = ours(model, split_master=split)
+
+        def step():
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+        step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        wanted = [parameter.full_tensor().clone() for parameter in model.parameters()]
+        optimizer.refresh_masters()
+        optimizer.param_groups[0]["lr"] = 0.0
+        step()
+        for parameter, value in zip(model.parameters(), wanted, strict=True):
+            assert torch.equal(parameter.full_tensor(), value)
+            assert split or torch.equal(optimizer.state[parameter]["master"].full_tensor(), value.float())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("fused_step", [False, True])
 def test_refresh_masters_has_nothing_to_do_for_fp32_parameters(fused_step) -> None:
     model = regression()
