@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
     from ruda_optim.fused_adamw.storage import Kernels
 
 CPU = torch.device("cpu")
+
+
+def require(compiler: str) -> None:
+    """Skip the running test, by name, where this compiler's kernels cannot run."""
+    for entry in storage.available():
+        if entry.name == compiler and not entry.available:
+            pytest.skip(entry.reason)
 
 
 def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cases
-from cuda_runs import CPU, on_cpu, place, placed, run_case
+from cuda_runs import CPU, on_cpu, place, placed, require, run_case
 from ruda_optim.fused_adamw import (
     AdamWOptions,
     GradientGuardOptions,
@@ -27,7 +27,7 @@ from ruda_optim.fused_adamw import (
     reference,
 )
 from ruda_optim.fused_adamw.kernels import cpu
-from ruda_optim.fused_adamw.storage import Field, LaunchTable, StatisticsWorkspace, TensorMemory, available, select
+from ruda_optim.fused_adamw.storage import Field, LaunchTable, StatisticsWorkspace, TensorMemory, select
 from step_inputs import parts
 from test_nvrtc import GRADIENTS, LAYOUTS, STORES, Kind, assert_same_bits, coefficient_rows, tensors_of
 from test_nvrtc import run_case as run_case_on_cpu
@@ -45,9 +45,7 @@ GIB = 2**30
 
 @pytest.fixture(params=["nvrtc", "ptx"])
 def compiler(request, monkeypatch) -> str:
-    reasons = {entry.name: entry.reason for entry in available() if not entry.available}
-    if request.param in reasons:
-        pytest.skip(reasons[request.param])
+    require(request.param)
     monkeypatch.setenv("RUDA_CUDA_COMPILER", request.param)
     monkeypatch.delenv("RUDA_PTX_VERSION", raising=False)
     return request.param
@@ -111,6 +109,8 @@ def test_one_table_of_every_kind_has_the_cpu_operators_bits(compiler) -> None:
 
 
 def test_nvrtc_and_ptx_update_to_the_same_bits() -> None:
+    require("nvrtc")
+    require("ptx")
     assert_same_updates(EVERY_KIND, select(DEVICE, "nvrtc"), select(DEVICE, "ptx"), DEVICE)
     for kind in EVERY_KIND[::7]:
         assert_same_updates([kind], select(DEVICE, "nvrtc"), select(DEVICE, "ptx"), DEVICE)
@@ -275,7 +275,12 @@ def test_guard_skips_clips_and_raises(compiler) -> None:
 # ------------------------------------------------------------------------------------------------------- PTX version
 
 
+needs_nvidia = pytest.mark.skipif(torch.version.hip is not None, reason="AMD devices have no PTX")
+
+
+@needs_nvidia
 def test_a_ptx_version_that_the_device_takes_is_used(monkeypatch) -> None:
+    require("ptx")
     from ruda_optim.fused_adamw.kernels import ptx_launch
 
     major, minor = torch.cuda.get_device_capability(DEVICE)
@@ -287,7 +292,9 @@ def test_a_ptx_version_that_the_device_takes_is_used(monkeypatch) -> None:
     assert f".version {oldest // 10}.{oldest % 10}\n" in compiled.asm["ptx"]
 
 
+@needs_nvidia
 def test_a_ptx_version_that_the_device_does_not_take_is_refused(monkeypatch) -> None:
+    require("ptx")
     for version in ("1.0", "99.0", "new"):
         monkeypatch.setenv("RUDA_PTX_VERSION", version)
         with pytest.raises(InvalidOption, match=r"RUDA_PTX_VERSION must be a PTX version from"):

@@ -20,9 +20,9 @@ from cuda_runs import (
     give_gradients,
     optimizer_of,
     parameters_of,
+    require,
     sumsq_of,
 )
-from ruda_optim.fused_adamw.storage import available
 from test_cuda import CHAIN
 from test_nvrtc import assert_same_bits
 
@@ -37,9 +37,7 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.fixture(params=["nvrtc", "ptx"])
 def compiler(request, monkeypatch) -> str:
-    reasons = {entry.name: entry.reason for entry in available() if not entry.available}
-    if request.param in reasons:
-        pytest.skip(reasons[request.param])
+    require(request.param)
     monkeypatch.setenv("RUDA_CUDA_COMPILER", request.param)
     return request.param
 
