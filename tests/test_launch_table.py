@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 import re
 import weakref
@@ -53,21 +54,23 @@ def bindable() -> tuple[LaunchTable, list[torch.Tensor], list[torch.Tensor]]:
 
 def test_bind_gradients_takes_over_addresses() -> None:
     table, parameters, _ = bindable()
+    watch = storage.TensorWatch(parameters, [])
     fresh = [torch.full((4, 6), float(index)) for index in range(4)]
     revision = table.revision
-    assert storage.bind_gradients(table, parameters, fresh) == -1
+    assert storage.bind_gradients(table, watch, parameters, fresh) == -1
     assert table.fields[Field.GRAD].tolist() == [gradient.data_ptr() for gradient in fresh]
     assert table.revision == revision, "only addresses changed"
 
 
 def test_bind_gradients_keeps_the_aligned_flag_true() -> None:
     table, parameters, gradients = bindable()
+    watch = storage.TensorWatch(parameters, [])
     assert all(flags & Flag.ALIGNED for flags in table.fields[Field.FLAGS].tolist())
     shifted = to_torch(as_array(gradients[1]), layout="misaligned")
-    assert storage.bind_gradients(table, parameters, [gradients[0], shifted, *gradients[2:]]) == -1
+    assert storage.bind_gradients(table, watch, parameters, [gradients[0], shifted, *gradients[2:]]) == -1
     aligned = [bool(flags & Flag.ALIGNED) for flags in table.fields[Field.FLAGS].tolist()]
     assert aligned == [True, False, True, True]
-    assert storage.bind_gradients(table, parameters, gradients) == -1
+    assert storage.bind_gradients(table, watch, parameters, gradients) == -1
     assert all(flags & Flag.ALIGNED for flags in table.fields[Field.FLAGS].tolist())
 
 
@@ -88,28 +91,74 @@ def test_bind_gradients_keeps_the_aligned_flag_true() -> None:
 )
 def test_bind_gradients_stops_at_a_column_that_the_table_does_not_describe(change) -> None:
     table, parameters, gradients = bindable()
+    watch = storage.TensorWatch(parameters, [])
     before = table.fields.clone()
     changed = [gradients[0].clone(), gradients[1].clone(), change(gradients[2]), gradients[3].clone()]
-    assert storage.bind_gradients(table, parameters, changed) == 2
-    assert storage.bind_gradients(table, parameters, changed, 2) == 2
-    assert storage.bind_gradients(table, parameters, changed, 3) == -1
+    assert storage.bind_gradients(table, watch, parameters, changed) == 2
+    assert storage.bind_gradients(table, watch, parameters, changed, 2) == 2
+    assert storage.bind_gradients(table, watch, parameters, changed, 3) == -1
     assert (table.fields[:, 2] == before[:, 2]).all(), "the column in question is left to the caller"
     for index in (0, 1, 3):
         assert table.fields[Field.GRAD, index] == changed[index].data_ptr()
 
 
-def test_bind_gradients_stops_at_a_parameter_that_moved() -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: setattr(p, "data", p.data.clone()),
+        lambda p: setattr(p, "data", p.data.t()),
+        lambda p: setattr(p, "data", p.data[:2]),
+        lambda p: setattr(p, "data", p.data.double()),
+        lambda p: p.detach_().t_(),
+    ],
+    ids=["memory", "transposed", "smaller", "dtype", "transposed in place"],
+)
+def test_a_watch_notices_a_tensor_that_changes_under_its_name(change) -> None:
+    watched = [torch.nn.Parameter(torch.ones(4, 6)) for _ in range(3)]
+    watch = storage.TensorWatch([torch.ones(1)], watched)
+    with torch.no_grad():
+        watched[1].add_(1.0)
+    assert watch.holds(), "values may change"
+    change(watched[1])
+    assert not watch.holds()
+
+
+def test_a_watch_holds_its_tensors_and_lets_them_go() -> None:
+    tensor = torch.ones(8)
+    watch = storage.TensorWatch([torch.ones(1)], [tensor])
+    number = watch.number
+    del tensor
+    assert watch.holds()
+    del watch
+    gc.collect()
+    with pytest.raises(RuntimeError, match=f"no watch with number {number}"):
+        cpu.operators().watch_holds(torch.empty(0), number)
+    assert storage.TensorWatch([], []).holds(), "nothing to watch"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: setattr(p, "data", p.data.clone()),
+        lambda p: setattr(p, "data", p.data.t()),
+        lambda p: setattr(p, "data", p.data[:2]),
+        lambda p: setattr(p, "data", p.data.double()),
+    ],
+    ids=["memory", "transposed", "smaller", "dtype"],
+)
+def test_bind_gradients_notices_a_parameter_that_changed(change) -> None:
     table, parameters, gradients = bindable()
-    parameters[1] = parameters[1].clone()
-    assert storage.bind_gradients(table, parameters, gradients) == 1
-    assert storage.bind_gradients(table, parameters, gradients, 2) == -1
+    watch = storage.TensorWatch(parameters, [])
+    change(parameters[1])
+    assert storage.bind_gradients(table, watch, parameters, gradients) == storage.PARAMETER_CHANGED
+    assert storage.bind_gradients(table, watch, parameters, gradients, 2) == -1
 
 
 def test_size_one_dimensions_are_no_difference() -> None:
     parameter = torch.linspace(-1, 1, 6).view(1, 6)
     table = LaunchTable([TensorMemory(torch.ones(1, 6), parameter, torch.zeros(1, 6), torch.zeros(1, 6))], CPU)
     odd = torch.ones(100).as_strided((1, 6), (77, 1))
-    assert storage.bind_gradients(table, [parameter], [odd]) == -1
+    assert storage.bind_gradients(table, storage.TensorWatch([parameter], []), [parameter], [odd]) == -1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -129,6 +178,7 @@ def test_set_gradient_describes_any_dtype_and_layout(dtype, layout) -> None:
 
 def test_set_gradient_back_and_forth() -> None:
     table, parameters, gradients = bindable()
+    watch = storage.TensorWatch(parameters, [])
     clean = table.fields.clone()
     table.set_gradient(1, to_torch(as_array(gradients[1]), "bfloat16", "every second"))
     table.set_gradient(3, to_torch(as_array(gradients[3]), "float32", "transposed"))
@@ -137,7 +187,7 @@ def test_set_gradient_back_and_forth() -> None:
     table.set_gradient(1, gradients[1])
     table.set_gradient(3, gradients[3])
     assert torch.equal(table.fields, clean)
-    assert storage.bind_gradients(table, parameters, gradients) == -1
+    assert storage.bind_gradients(table, watch, parameters, gradients) == -1
 
 
 def test_set_gradient_keeps_what_the_steps_have_made() -> None:

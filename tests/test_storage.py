@@ -159,8 +159,8 @@ def test_the_operator_checks_sizes_once_more() -> None:
         operators.analyze_gradient(table.fields, table.layouts, torch.empty(3, 3), 65536, 1.0)
     with pytest.raises(RuntimeError, match="the launch table needs 16 rows"):
         operators.adamw_scaled(table.fields[1:], table.layouts, torch.empty(1, 8), 1.0, 1.0)
-    with pytest.raises(RuntimeError, match="one parameter and one gradient per table column"):
-        storage.bind_gradients(table, tensors(2), tensors(1))
+    with pytest.raises(RuntimeError, match="one watched parameter and one gradient per table column"):
+        storage.bind_gradients(table, storage.TensorWatch(tensors(2), []), tensors(2), tensors(1))
     with pytest.raises(RuntimeError, match="one group and one pair per table column"):
         storage.assign_coefficients(table, torch.zeros(1, dtype=torch.int64), torch.zeros((2, 2), dtype=torch.int64))
 

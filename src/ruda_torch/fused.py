@@ -167,11 +167,15 @@ class FusedStep:
         targets: list[Tensor] | None,
     ) -> tuple[StepPlan | None, Any]:
         """A kept plan for these tensors, bound to their gradients, or None; a key to keep a new one."""
-        active = bytes(gradient is not None for gradient in gradients)
+        present = [gradient for gradient in gradients if gradient is not None]
+        active = None if len(present) == len(gradients) else bytes(gradient is not None for gradient in gradients)
         key = (active, *((len(group["params"]), group["amsgrad"]) for group in groups))
         plan = None if targets is not None else self._cache.find(key, state)
-        if plan is not None and not self._bind(plan, [gradient for gradient in gradients if gradient is not None]):
-            plan = None
+        if plan is not None:
+            for part in plan.parts:
+                own = present if len(part.positions) == len(present) else [present[i] for i in part.positions]
+                if not part.bind(own):
+                    return None, key
         return plan, key
 
     def _first_run(
@@ -198,14 +202,6 @@ class FusedStep:
         self._update(plan, options, control, report.clip_factor)
         plan.commit(state)
         return report, plan
-
-    def _bind(self, plan: StepPlan, gradients: list[Tensor]) -> bool:
-        """Point the plan's tables at this step's gradients; False if the plan is out of date."""
-        for part in plan.parts:
-            own = gradients if len(part.positions) == len(gradients) else [gradients[i] for i in part.positions]
-            if not part.bind(own):
-                return False
-        return True
 
     def _analyze(
         self,

@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ruda_optim.fused_adamw.storage import Field, LaunchTable, StatisticsWorkspace, TensorMemory, bind_gradients
+from ruda_optim.fused_adamw.storage import (
+    PARAMETER_CHANGED,
+    Field,
+    LaunchTable,
+    StatisticsWorkspace,
+    TensorMemory,
+    TensorWatch,
+    bind_gradients,
+)
 
 from . import sharding
-from .members import check_gradient
+from .members import MASTER, MOMENTS, REMAINDER, check_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,29 +56,33 @@ class Part:
         self.members = members
         self.positions = positions
         self.table = LaunchTable(memories, memories[0].gradient.device)
-        self.parameters = [sharding.local(member.target) for member in members]
-        self._shapes = [parameter.shape for parameter in self.parameters]
+        self._parameters = self._parts()
+        self._watch = TensorWatch([], [])
         self.groups = torch.tensor([member.group for member in members], dtype=torch.int64)
         self.pairs = torch.empty((len(members), 2), dtype=torch.int64)
         self._group_rows: dict[int, dict[int, tuple[int, int]]] = {}
         self._shares: dict[tuple[int, int], sharding.Shares] = {}
         self._sharded = any(sharding.is_sharded(member.target) for member in members)
 
+    def watch(self) -> None:
+        """Note what the table points into; call it once the optimizer holds what was allocated."""
+        keys = ("step", *MOMENTS, MASTER, REMAINDER)
+        state = [member.local(key) for member in self.members for key in keys]
+        self._watch = TensorWatch(self._parameters, [tensor for tensor in state if tensor is not None])
+
     def bind(self, gradients: list[Tensor]) -> bool:
-        """Take over this step's gradients; False if a parameter's memory or shape changed: the plan is out of date."""
-        table = self.table
-        if self._sharded:  # a DTensor stays while its part may move
-            self.parameters = [sharding.local(member.target) for member in self.members]
-        column = bind_gradients(table, self.parameters, gradients)
+        """Take over this step's gradients; False if the memory or layout of parameters or state is another by now."""
+        if self._sharded and not same(self._parts(), self._parameters):  # a DTensor stays while its part is replaced
+            return False
+        column = bind_gradients(self.table, self._watch, self._parameters, gradients)
         while column >= 0:
-            written = int(table.fields[Field.COPY, column]) or int(table.fields[Field.PARAM_OUT, column])
             member = self.members[column]
-            local = sharding.local(member.parameter)
-            if local.data_ptr() != written or local.shape != self._shapes[column]:
-                return False
-            table.set_gradient(column, check_gradient(member.where, member.parameter, gradients[column]))
-            column = bind_gradients(table, self.parameters, gradients, column + 1)
-        return True
+            self.table.set_gradient(column, check_gradient(member.where, member.parameter, gradients[column]))
+            column = bind_gradients(self.table, self._watch, self._parameters, gradients, column + 1)
+        return column != PARAMETER_CHANGED and self._watch.holds()
+
+    def _parts(self) -> list[Tensor]:
+        return [sharding.local(member.target) for member in self.members]
 
     def group_rows(self, chunk: int) -> dict[int, tuple[int, int]]:
         """The statistics rows ``[first, last)`` of each parameter group; a group's members are neighbours."""
@@ -115,8 +127,7 @@ class StepPlan:
         self.empty = [member for member in members if id(member) not in filled]
         self._states: list[dict[str, Any]] = []
         self._values: list[Any] = []
-        self._tensors: list[Tensor] = []
-        self._addresses: list[int] = []
+        self._all_states: list[dict[str, Any]] = []
 
     def commit(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Hand what was allocated over to the optimizer, now that it holds values."""
@@ -128,16 +139,14 @@ class StepPlan:
         """Note the optimizer state that the tables point into; call it once the state holds what was allocated."""
         self._states = [state[parameter] for parameter in self.parameters]
         self._values = list(chain.from_iterable(map(dict.values, self._states)))
-        self._tensors = [sharding.local(value) for value in self._values if isinstance(value, torch.Tensor)]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
         self._all_states = list(state.values())
+        for part in self.parts:
+            part.watch()
 
     def still_describes(self, state: dict[Tensor, dict[str, Any]]) -> bool:
-        """True if the state consists of the very tensors, at the very addresses, that the tables were built from."""
-        return (
-            same(list(state.values()), self._all_states)
-            and same(list(chain.from_iterable(map(dict.values, self._states))), self._values)
-            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+        """True if the state consists of the very tensors that the tables were built from; ``bind`` looks inside."""
+        return same(list(state.values()), self._all_states) and same(
+            list(chain.from_iterable(map(dict.values, self._states))), self._values
         )
 
 

@@ -11,6 +11,7 @@ for bit.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,22 +114,52 @@ def coefficient_table(steps: Sequence[StepCoefficients]) -> Tensor:
     return torch.tensor([step.row for step in steps], dtype=torch.float32).reshape(-1, COEFFICIENTS)
 
 
+class TensorWatch:
+    """Notices when tensors change under the same object: new memory (``.data = ...``), shape, strides, dtype or device.
+
+    Args:
+        parameters: strided tensors, compared by :func:`bind_gradients`. They are not held.
+        state: strided tensors, held and compared by :meth:`holds`, at some ten nanoseconds each.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], state: Sequence[Tensor]) -> None:
+        self._operators = table_operators()
+        self._any = torch.empty(0)
+        self.number = int(self._operators.watch_tensors.default(parameters, state)) if parameters else 0
+        if self.number:
+            finalizer = weakref.finalize(self, self._operators.unwatch.default, self._any, self.number)
+            finalizer.atexit = False
+
+    def holds(self) -> bool:
+        """True while every state tensor is as it was when the watch began."""
+        return not self.number or bool(self._operators.watch_holds.default(self._any, self.number))
+
+
+PARAMETER_CHANGED = -2
+"""Returned by :func:`bind_gradients` when a parameter is no longer as its watch describes it."""
+
+
 def bind_gradients(
-    table: LaunchTable, parameters: Sequence[Tensor], gradients: Sequence[Tensor], start: int = 0
+    table: LaunchTable,
+    watch: TensorWatch,
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    start: int = 0,
 ) -> int:
-    """Take over the addresses of this step's gradients, checking every tensor against the table.
+    """Take over the addresses of this step's gradients, checking every tensor.
 
     Args:
         table: built for these tensors, in this order.
+        watch: of the same parameters.
         parameters, gradients: one of each per table column.
         start: the first column to look at.
 
     Returns:
-        -1 when every column is bound; else the first column that the table does not describe as flat memory any more
-        (another dtype, layout or device, a parameter whose memory moved). Settle it with
-        :meth:`LaunchTable.set_gradient` or a new table, then go on from the next column.
+        -1 when every column is bound; :data:`PARAMETER_CHANGED` when the table is out of date; else the first column
+        whose gradient is not flat memory laid out like its parameter, of the dtype that the table says. Settle it with
+        :meth:`LaunchTable.set_gradient`, then go on from the next column.
     """
-    return int(table_operators().bind_gradients.default(table.fields, parameters, gradients, start))
+    return int(table_operators().bind_gradients.default(table.fields, watch.number, parameters, gradients, start))
 
 
 def assign_coefficients(table: LaunchTable, groups: Tensor, pairs: Tensor) -> int:

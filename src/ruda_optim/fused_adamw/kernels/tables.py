@@ -39,7 +39,7 @@ class Field(IntEnum):
     NUMEL = 11
     FLAGS = 12  # Flag bits
     COEFFICIENTS = 13  # row of the coefficient table
-    LAYOUT = 14  # offset into LaunchTable.layouts; for flat memory the mark of flat_layout_mark, below 0
+    LAYOUT = 14  # offset into LaunchTable.layouts; -1 for flat memory
     STEP = 15  # FP32 step counter on the host, or 0; no kernel reads it
 
 
@@ -150,21 +150,6 @@ def describe_layout(roles: Sequence[Tensor | None]) -> list[int] | None:
     return record
 
 
-def flat_layout_mark(tensor: Tensor) -> int:
-    """Tells dense layouts apart: -1 for a contiguous tensor, else a number below it. ``csrc/cpu.cpp`` repeats this.
-
-    Two tensors walked with one flat index must have one order of dimensions; a parameter that is transposed in place
-    keeps its address and only changes this.
-    """
-    if tensor.is_contiguous():
-        return -1
-    mark = 0
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if size != 1:
-            mark = (mark * 1000003 + stride) % 2**30
-    return -2 - mark
-
-
 class LaunchTable:
     """One launch over many tensors of one device.
 
@@ -245,7 +230,7 @@ class LaunchTable:
         column[Field.COPY] = pointer(memory.copy)
         column[Field.REMAINDER] = pointer(memory.remainder)
         column[Field.NUMEL] = memory.gradient.numel()
-        column[Field.LAYOUT] = flat_layout_mark(memory.gradient)
+        column[Field.LAYOUT] = -1
         column[Field.STEP] = pointer(memory.step)
 
         flags = _GRAD_FLAG[memory.gradient.dtype]

@@ -22,20 +22,43 @@ struct Block {
   float *p_out, *m_out, *v_out, *v_max_out;
 };
 
+// How far ahead of a loop its memory is asked for, and how often: a stretch is four cache lines of FP32. Asking beyond
+// the end of an array is harmless.
+constexpr int64_t kAhead = 512;
+constexpr int64_t kStretch = 64;
+
+inline void prefetch_stretch(const float* from) {
+  for (int64_t i = 0; i < kStretch; i += 16) __builtin_prefetch(from + i);
+}
+
 template <bool AMSGRAD>
-void update_block(const Coefficients& coefficients, const GradientFactors& factors, const Block& block, int64_t n) {
-  // Local copies: float stores could otherwise alias the coefficients, and nothing would vectorise.
-  const Coefficients c = coefficients;
-  const GradientFactors f = factors;
-  const Block b = block;
+RUDA_HD void update_elements(const Coefficients& c, const GradientFactors& f, const Block& b, int64_t from, int64_t n) {
   RUDA_VECTORIZE
-  for (int64_t i = 0; i < n; ++i) {
+  for (int64_t i = from; i < from + n; ++i) {
     const Element e = adamw_element<AMSGRAD>(c, f, b.g[i], {b.p[i], b.m[i], b.v[i], AMSGRAD ? b.v_max[i] : 0.0f});
     b.p_out[i] = e.p;
     b.m_out[i] = e.m;
     b.v_out[i] = e.v;
     if (AMSGRAD) b.v_max_out[i] = e.v_max;
   }
+}
+
+template <bool AMSGRAD, bool PREFETCH>
+void update_block(const Coefficients& coefficients, const GradientFactors& factors, const Block& block, int64_t n) {
+  // Local copies: float stores could otherwise alias the coefficients, and nothing would vectorise.
+  const Coefficients c = coefficients;
+  const GradientFactors f = factors;
+  const Block b = block;
+  int64_t i = 0;
+  for (; PREFETCH && i + kStretch <= n; i += kStretch) {
+    prefetch_stretch(b.p + i + kAhead);
+    prefetch_stretch(b.g + i + kAhead);
+    prefetch_stretch(b.m + i + kAhead);
+    prefetch_stretch(b.v + i + kAhead);
+    if (AMSGRAD) prefetch_stretch(b.v_max + i + kAhead);
+    update_elements<AMSGRAD>(c, f, b, i, kStretch);
+  }
+  update_elements<AMSGRAD>(c, f, b, i, n - i);
 }
 
 template <class T>
@@ -113,9 +136,11 @@ struct Access {
     if (strided) scatter(layout(role), scratch, begin, n, pointer<T>(table, field, tensor));
   }
 
-  const float* gradient(int64_t flags, int64_t begin, int64_t n, uint16_t* half, float* scratch) const {
+  // The gradient as FP32. `prefetch` asks for the next block of a half gradient before this one is converted.
+  const float* gradient(int64_t flags, int64_t begin, int64_t n, bool prefetch, uint16_t* half, float* scratch) const {
     if (!(flags & (kGradFp16 | kGradBf16))) return read<float>(kGrad, kRoleGrad, begin, n, scratch);
     const uint16_t* in = read<uint16_t>(kGrad, kRoleGrad, begin, n, half);
+    for (int64_t i = 0; prefetch && i < n; i += 32) __builtin_prefetch(in + n + i);
     if (flags & kGradFp16) {
       fp16_to_float(in, scratch, n);
     } else {
@@ -137,7 +162,9 @@ void update(const TableView& table, int64_t tensor, int64_t begin, int64_t end, 
   const bool split = flags & kSplit;
   const bool copy = flags & (kCopyFp16 | kCopyBf16);
   const Access access{table, tensor, (flags & kStrided) != 0};
-  const auto run = amsgrad ? update_block<true> : update_block<false>;
+  const auto plain = amsgrad ? update_block<true, false> : update_block<false, false>;
+  const auto ahead = amsgrad ? update_block<true, true> : update_block<false, true>;
+  const auto run = arguments.prefetch ? ahead : plain;
 
   // FP32 everywhere and flat: nothing to stage, so the whole range is one block.
   const bool direct = !access.strided && !first && !split && !copy && !(flags & (kGradFp16 | kGradBf16));
@@ -157,7 +184,7 @@ void update(const TableView& table, int64_t tensor, int64_t begin, int64_t end, 
       b.p = access.read<float>(kParam, kRoleParam, at, n, p);
       b.p_out = access.target<float>(kParamOut, at, p);
     }
-    b.g = access.gradient(flags, at, n, half, g);
+    b.g = access.gradient(flags, at, n, arguments.prefetch, half, g);
     b.m = first ? kZeros : access.read<float>(kExpAvg, kRoleExpAvg, at, n, m);
     b.v = first ? kZeros : access.read<float>(kExpAvgSq, kRoleExpAvgSq, at, n, v);
     b.m_out = access.target<float>(kExpAvgOut, at, m);
@@ -213,12 +240,13 @@ struct BlockSums {
 };
 
 // The squares of (g * inverse_scale) * rescale over a whole number of groups, and the largest |g * inverse_scale|.
-template <bool RESCALE>
+template <bool RESCALE, bool PREFETCH>
 BlockSums sum_block(const float* g, int64_t n, float inverse_scale, float rescale) {
   BlockSums sums = {};
   IntLanes largest = {};
   for (int64_t i = 0; i < n; i += kGroup) {
     for (int s = 0; s < kSums; ++s) {
+      if (PREFETCH && s * kLanes % 16 == 0) __builtin_prefetch(g + i + s * kLanes + kAhead);
       FloatLanes x;
       __builtin_memcpy(&x, g + i + s * kLanes, sizeof x);
       x *= inverse_scale;
@@ -235,9 +263,12 @@ BlockSums sum_block(const float* g, int64_t n, float inverse_scale, float rescal
 double total(const BlockSums& sums) {
   float partial[kGroup];
   __builtin_memcpy(partial, sums.squares, sizeof partial);
-  double all = 0;
-  for (int i = 0; i < kGroup; ++i) all += partial[i];
-  return all;
+  double all[kGroup];
+  for (int i = 0; i < kGroup; ++i) all[i] = partial[i];
+  for (int half = kGroup / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) all[i] += all[i + half];
+  }
+  return all[0];
 }
 
 // Between these magnitudes FP32 squares neither overflow nor lose what counts: an element whose square underflows is
@@ -246,8 +277,10 @@ constexpr uint32_t kPlainFrom = (127u - 40u) << 23;
 constexpr uint32_t kPlainTo = (127u + 40u) << 23;
 
 // Adds one block of finite gradients, n a whole number of groups; false if something in it is not finite.
-bool add_block(const float* g, int64_t n, float inverse_scale, double* sumsq, uint32_t* largest) {
-  BlockSums sums = sum_block<false>(g, n, inverse_scale, 1.0f);
+bool add_block(const float* g, int64_t n, const StatisticsArguments& arguments, double* sumsq, uint32_t* largest) {
+  const float inverse_scale = arguments.inverse_scale;
+  const auto plain_sum = arguments.prefetch ? sum_block<false, true> : sum_block<false, false>;
+  BlockSums sums = plain_sum(g, n, inverse_scale, 1.0f);
   const uint32_t most = static_cast<uint32_t>(sums.largest);
   if (most >= kInfinityBits) return false;
   *largest = most > *largest ? most : *largest;
@@ -257,14 +290,15 @@ bool add_block(const float* g, int64_t n, float inverse_scale, double* sumsq, ui
     const uint32_t exponent = most >> 23;
     const uint32_t inverse = 254u - exponent;  // the biased exponent of 2^-e; the largest magnitudes have none
     const float rescale = bits_float((inverse < 1u ? 1u : inverse) << 23);
-    sums = sum_block<true>(g, n, inverse_scale, rescale);
+    sums = sum_block<true, false>(g, n, inverse_scale, rescale);
     const double wide = rescale;
     *sumsq += total(sums) / (wide * wide);
   }
   return true;
 }
 
-StatsRow analyze(const TableView& table, int64_t tensor, int64_t begin, int64_t end, float inverse_scale) {
+StatsRow analyze(const TableView& table, int64_t tensor, int64_t begin, int64_t end,
+                 const StatisticsArguments& arguments) {
   const int64_t flags = table.at(kFlags, tensor);
   const Access access{table, tensor, (flags & kStrided) != 0};
   alignas(64) float scratch[kBlock], patched[kBlock];
@@ -276,19 +310,19 @@ StatsRow analyze(const TableView& table, int64_t tensor, int64_t begin, int64_t 
   for (int64_t at = begin; at < end; at += kBlock) {
     const int64_t n = end - at < kBlock ? end - at : kBlock;
     const int64_t padded = (n + kGroup - 1) / kGroup * kGroup;
-    const float* g = access.gradient(flags, at, n, half, scratch);
+    const float* g = access.gradient(flags, at, n, arguments.prefetch, half, scratch);
     if (n != padded) {  // zeros change neither the sum nor the maximum
       for (int64_t i = 0; i < padded; ++i) patched[i] = i < n ? g[i] : 0.0f;
       g = patched;
     }
-    if (!add_block(g, padded, inverse_scale, &sumsq, &largest)) {
+    if (!add_block(g, padded, arguments, &sumsq, &largest)) {
       // The finite elements are described all the same, so that the report of a skipped step can say how large they are.
       bad = true;
       for (int64_t i = 0; i < padded; ++i) {
-        const bool finite = (float_bits(g[i] * inverse_scale) & kAbsMask) < kInfinityBits;
+        const bool finite = (float_bits(g[i] * arguments.inverse_scale) & kAbsMask) < kInfinityBits;
         patched[i] = finite ? g[i] : 0.0f;
       }
-      add_block(patched, padded, inverse_scale, &sumsq, &largest);
+      add_block(patched, padded, arguments, &sumsq, &largest);
     }
   }
   const float scale = bits_float(largest);

@@ -22,6 +22,12 @@ struct UpdateArguments {
   const Coefficients* coefficients;
   float inverse_scale;
   float clip_factor;
+  bool prefetch;  // ask for memory ahead of the loops; changes no result
+};
+
+struct StatisticsArguments {
+  float inverse_scale;
+  bool prefetch;
 };
 
 struct CpuLoops {
@@ -29,7 +35,7 @@ struct CpuLoops {
   // Updates the elements [begin, end) of one tensor.
   void (*update)(const TableView&, int64_t tensor, int64_t begin, int64_t end, const UpdateArguments&);
   // Describes the gradient elements [begin, end) of one tensor.
-  StatsRow (*analyze)(const TableView&, int64_t tensor, int64_t begin, int64_t end, float inverse_scale);
+  StatsRow (*analyze)(const TableView&, int64_t tensor, int64_t begin, int64_t end, const StatisticsArguments&);
 };
 
 namespace v4 {
