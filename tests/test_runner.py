@@ -193,6 +193,13 @@ def test_each_dtype_has_a_status_of_its_own(tmp_path) -> None:
     assert {row["device"] for row in rows} == {"cpu"}
 
 
+def test_the_names_of_cases_tell_the_gradients_dtype(tmp_path) -> None:
+    results = {"x[float16 parameter, float32 gradient]": PASSED, "x[scale 8, bfloat16 gradient]": PASSED,
+               "x[gradient is every second column, float16]": FAILED, "x[betas near 1]": FAILED}  # fmt: skip
+    outcome = judged(tmp_path, results, returncode=1)
+    assert outcome.by_dtype == {"fp32": PASSED, "fp16": FAILED, "bf16": PASSED}
+
+
 def test_a_real_pytest_process(tmp_path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("import pytest\ndef test_good(): pass\n@pytest.mark.skip(reason='no tool')\ndef test_two(): pass\n")

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 PASSED, FAILED, BLOCKED, TIMEOUT = "passed", "failed", "blocked", "timeout"
 EXIT_CODES = {PASSED: 0, FAILED: 1, BLOCKED: 3, TIMEOUT: 4}  # 2 is a wrong command line
-DTYPES = ("fp32", "fp16", "bf16")
+# Short names, and how test names say that a test is about a gradient of this dtype; cases.py names the cases.
+DTYPES = {
+    short: re.compile(rf"\b(?:{short}\b|{long} gradient\b|gradient [^,]*, {long}\b)")
+    for short, long in (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"))
+}
 FORMAT = 1
 LOG_CHARACTERS = 200_000  # kept of one task's output: its first and its last half
 SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".json", ".toml", ".txt", ".sh", ".cmake")
@@ -232,8 +236,8 @@ def judge_tests(outcome: Outcome, results: Path) -> None:
             allowed = any(re.search(pattern, reason) for pattern in outcome.task.may_skip)
             status = "skipped" if allowed else BLOCKED
         statuses[status] += 1
-        for dtype in DTYPES:
-            if re.search(rf"\b{dtype}\b", name):
+        for dtype, pattern in DTYPES.items():
+            if pattern.search(name):
                 dtypes.setdefault(dtype, set()).add(status)
     outcome.tests, outcome.skipped = dict(statuses), dict(skipped)
     outcome.by_dtype = {dtype: worst(dtypes[dtype]) for dtype in DTYPES if dtype in dtypes}
