@@ -84,8 +84,9 @@ format: venv
 	$(BIN)/ruff format $(PYTHON_DIRS)
 	$(BIN)/clang-format -i $(CPP_FILES)
 
+# One process per core, a file to a process: some files share one expensive set-up among their tests.
 test: venv
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(PYTEST_ARGS)
 
 test-nightly: venv
 	$(BIN)/python -m pytest --hypothesis-profile=nightly $(PYTEST_ARGS)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import settings
+
+# Parallel test processes share the cores; without this each of them would use all of them, and wait for the others.
+# Tests of several threads ask for their number themselves.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 # The same examples in every run, so that a change fails its own test and not a later one; no deadline, because a loaded
 # machine is not a bug. The nightly run draws new examples each time.

@@ -106,12 +106,10 @@ def test_bind_gradients_stops_at_a_column_that_the_table_does_not_describe(chang
     "change",
     [
         lambda p: setattr(p, "data", p.data.clone()),
-        lambda p: setattr(p, "data", p.data.t()),
         lambda p: setattr(p, "data", p.data[:2]),
         lambda p: setattr(p, "data", p.data.double()),
-        lambda p: p.detach_().t_(),
     ],
-    ids=["memory", "transposed", "smaller", "dtype", "transposed in place"],
+    ids=["memory", "smaller", "dtype"],
 )
 def test_a_watch_notices_a_tensor_that_changes_under_its_name(change) -> None:
     watched = [torch.nn.Parameter(torch.ones(4, 6)) for _ in range(3)]

@@ -99,6 +99,7 @@ class AdamW(torch.optim.AdamW):
             betas = _float_betas(betas)
             _check_group(0, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._fused_step = bool(fused_step)
+        self._state_shown = False
         self._capturable = bool(capturable)
         self._settings = settings
         self._start()
@@ -154,6 +155,20 @@ class AdamW(torch.optim.AdamW):
         _check_settings(settings, fused_step=self._fused_step)
         self._settings = settings
         self._engine = self._new_engine(self._engine.skipped_steps)
+
+    @property
+    def state(self) -> Any:
+        """Torch's state: a dict per parameter.
+
+        Whoever is handed it may change it at any later time, so from then on every step looks whether it did. Until
+        then there is nothing to look for, which matters to models of thousands of small tensors.
+        """
+        self._state_shown = True
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["state"] = value
 
     # ---- what the last step did --------------------------------------------------------------------------------------
 
@@ -232,11 +247,12 @@ class AdamW(torch.optim.AdamW):
         self._last_group_norms = None
         self._last = self._engine.run(
             self.param_groups,
-            self.state,
+            self.__dict__["state"],
             getattr(self, "grad_scale", None),
             getattr(self, "found_inf", None),
             gradients,
             targets,
+            state_shown=self._state_shown,
         )
 
     def run_compiled(self, positions: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -324,6 +340,7 @@ class AdamW(torch.optim.AdamW):
         super().__setstate__(state)
         if own is not None:  # unpickling or copying; load_state_dict passes groups and state alone
             own = dict(own)
+            self._state_shown = True
             self._fused_step, self._capturable = own.pop("fused_step"), own.pop("capturable")
             self._settings = Settings(**own)
             self._start()

@@ -96,6 +96,8 @@ class CapturableStep(FusedStep):
         found_inf: Tensor | float | None,
         gradients: list[Tensor | None] | None = None,
         targets: list[Tensor] | None = None,
+        *,
+        state_shown: bool = True,
     ) -> StepReport | CapturedReport:
         """One step over all groups; see :meth:`FusedStep.run`. ``grad_scale`` and ``found_inf`` stay on the device."""
         rows = [self._hyperparameters(number, group) for number, group in enumerate(groups)]
@@ -107,7 +109,7 @@ class CapturableStep(FusedStep):
             )
         if gradients is None:
             gradients = [parameter.grad for parameter in everything]
-        plan, key = self._find(groups, state, gradients, targets)
+        plan, key = self._find(groups, state, gradients, targets, state_shown)
         if plan is None:
             sharding.check_not_replaced(
                 everything, gradients, partial(describe_position, groups), self._cache.in_modules

@@ -116,6 +116,8 @@ class FusedStep:
         found_inf: Tensor | float | None,
         gradients: list[Tensor | None] | None = None,
         targets: list[Tensor] | None = None,
+        *,
+        state_shown: bool = True,
     ) -> StepReport:
         """One step over all groups.
 
@@ -126,6 +128,7 @@ class FusedStep:
             found_inf: above 0 means that somebody saw a non-finite gradient; the step is skipped.
             gradients: one per parameter of all groups, or None for the parameters' own ``.grad``.
             targets: memory that stands in for the parameters (a compiled graph may pass copies); None for their own.
+            state_shown: whether anybody outside may have changed ``state``.
         """
         everything = [parameter for group in groups for parameter in group["params"]]
         ranks = self._cache.follow(everything)
@@ -143,7 +146,7 @@ class FusedStep:
                     reduction.run(None, (), skip=True)
                 report = _skipped(len(groups))
             else:
-                plan, key = self._find(groups, state, gradients, targets)
+                plan, key = self._find(groups, state, gradients, targets, state_shown)
                 if plan is None:
                     sharding.check_not_replaced(
                         everything, gradients, partial(describe_position, groups), self._cache.in_modules
@@ -165,16 +168,17 @@ class FusedStep:
         state: dict[Tensor, dict[str, Any]],
         gradients: list[Tensor | None],
         targets: list[Tensor] | None,
+        state_shown: bool,
     ) -> tuple[StepPlan | None, Any]:
         """A kept plan for these tensors, bound to their gradients, or None; a key to keep a new one."""
         present = [gradient for gradient in gradients if gradient is not None]
         active = None if len(present) == len(gradients) else bytes(gradient is not None for gradient in gradients)
         key = (active, *((len(group["params"]), group["amsgrad"]) for group in groups))
-        plan = None if targets is not None else self._cache.find(key, state)
+        plan = None if targets is not None else self._cache.find(key, state if state_shown else None)
         if plan is not None:
             for part in plan.parts:
                 own = present if len(part.positions) == len(present) else [present[i] for i in part.positions]
-                if not part.bind(own):
+                if not part.bind(own, state_shown=state_shown):
                     return None, key
         return plan, key
 

@@ -37,6 +37,9 @@ _KEPT_PLANS = 4
 """A training loop that alternates between sets of active parameters (GANs, experts) needs a few plans."""
 
 
+_END = (object(),)
+
+
 def same(left: Sequence[Any], right: Sequence[Any]) -> bool:
     """True if both hold the very same objects. ``==`` would compare tensors by value."""
     return len(left) == len(right) and all(map(is_, left, right))
@@ -70,8 +73,8 @@ class Part:
         state = [member.local(key) for member in self.members for key in keys]
         self._watch = TensorWatch(self._parameters, [tensor for tensor in state if tensor is not None])
 
-    def bind(self, gradients: list[Tensor]) -> bool:
-        """Take over this step's gradients; False if the memory or layout of parameters or state is another by now."""
+    def bind(self, gradients: list[Tensor], *, state_shown: bool) -> bool:
+        """Take over this step's gradients; False if parameters (or state, if it was shown) have other memory by now."""
         if self._sharded and not same(self._parts(), self._parameters):  # a DTensor stays while its part is replaced
             return False
         column = bind_gradients(self.table, self._watch, self._parameters, gradients)
@@ -79,7 +82,7 @@ class Part:
             member = self.members[column]
             self.table.set_gradient(column, check_gradient(member.where, member.parameter, gradients[column]))
             column = bind_gradients(self.table, self._watch, self._parameters, gradients, column + 1)
-        return column != PARAMETER_CHANGED and self._watch.holds()
+        return column != PARAMETER_CHANGED and (not state_shown or self._watch.holds())
 
     def _parts(self) -> list[Tensor]:
         return [sharding.local(member.target) for member in self.members]
@@ -127,7 +130,7 @@ class StepPlan:
         self.empty = [member for member in members if id(member) not in filled]
         self._states: list[dict[str, Any]] = []
         self._values: list[Any] = []
-        self._all_states: list[dict[str, Any]] = []
+        self._all_states: list[Any] = []
 
     def commit(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Hand what was allocated over to the optimizer, now that it holds values."""
@@ -138,15 +141,17 @@ class StepPlan:
     def remember(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Note the optimizer state that the tables point into; call it once the state holds what was allocated."""
         self._states = [state[parameter] for parameter in self.parameters]
-        self._values = list(chain.from_iterable(map(dict.values, self._states)))
-        self._all_states = list(state.values())
+        self._values = [*chain.from_iterable(map(dict.values, self._states)), *_END]
+        self._all_states = [*state.values(), *_END]
         for part in self.parts:
             part.watch()
 
     def still_describes(self, state: dict[Tensor, dict[str, Any]]) -> bool:
         """True if the state consists of the very tensors that the tables were built from; ``bind`` looks inside."""
-        return same(list(state.values()), self._all_states) and same(
-            list(chain.from_iterable(map(dict.values, self._states))), self._values
+        # The end marker stands for a comparison of lengths, which would need the lists.
+        values = chain.from_iterable(map(dict.values, self._states))
+        return all(map(is_, chain(state.values(), _END), self._all_states)) and all(
+            map(is_, chain(values, _END), self._values)
         )
 
 
@@ -192,10 +197,13 @@ class PlanCache:
             self._parameters = parameters
         return self._ranks
 
-    def find(self, key: Any, state: dict[Tensor, dict[str, Any]]) -> StepPlan | None:
-        """The plan for ``key`` (which of the followed parameters are active) if it still describes this state."""
+    def find(self, key: Any, state: dict[Tensor, dict[str, Any]] | None) -> StepPlan | None:
+        """The plan for ``key`` (which of the followed parameters are active) if it still describes this state.
+
+        ``state`` is None where nobody can have changed it.
+        """
         plan = self._plans.get(key)
-        if plan is None or not plan.still_describes(state):
+        if plan is None or (state is not None and not plan.still_describes(state)):
             return None
         self._plans.move_to_end(key)
         return plan

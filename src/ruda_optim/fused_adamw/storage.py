@@ -111,15 +111,15 @@ def adamw_scaled(
 
 def coefficient_table(steps: Sequence[StepCoefficients]) -> Tensor:
     """The FP32 ``(len(steps), 8)`` host tensor that :func:`adamw_scaled` reads."""
-    return torch.tensor([step.row for step in steps], dtype=torch.float32).reshape(-1, COEFFICIENTS)
+    return torch.tensor([step[:COEFFICIENTS] for step in steps], dtype=torch.float32).view(-1, COEFFICIENTS)
 
 
 class TensorWatch:
-    """Notices when tensors change under the same object: new memory (``.data = ...``), shape, strides, dtype or device.
+    """Notices when tensors change under the same object, as ``tensor.data = ...`` does.
 
     Args:
-        parameters: strided tensors, compared by :func:`bind_gradients`. They are not held.
-        state: strided tensors, held and compared by :meth:`holds`, at some ten nanoseconds each.
+        parameters: strided tensors, not held. :func:`bind_gradients` compares memory, shape, strides, dtype and device.
+        state: strided tensors, held. :meth:`holds` compares memory and size.
     """
 
     def __init__(self, parameters: Sequence[Tensor], state: Sequence[Tensor]) -> None:
@@ -131,7 +131,7 @@ class TensorWatch:
             finalizer.atexit = False
 
     def holds(self) -> bool:
-        """True while every state tensor is as it was when the watch began."""
+        """True while every state tensor has the memory that it had when the watch began."""
         return not self.number or bool(self._operators.watch_holds.default(self._any, self.number))
 
 

@@ -5,6 +5,7 @@ Backends never import each other, and nothing above this package names one of th
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from dataclasses import dataclass
@@ -103,6 +104,7 @@ def cuda_compiler(compiler: str | None = None) -> str:
     return compiler
 
 
+@functools.cache
 def table_operators() -> Any:
     """The C++ operators that keep a launch table's books, whatever device it describes; see :mod:`.cpu`."""
     return importlib.import_module(".cpu", __package__).operators()
