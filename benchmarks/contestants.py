@@ -210,7 +210,13 @@ class Contestant:
                 torch._foreach_div_(memory, 1 - beta**self.steps)
 
     def _memory(self) -> dict[str, list[Tensor]]:
-        state = self.optimizer.state
+        if (
+            self._inside
+        ):  # what a checkpoint does; asking for .state would make later steps compare it (see AdamW.state)
+            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            state = dict(zip(parameters, self.optimizer.state_dict()["state"].values(), strict=True))
+        else:
+            state = self.optimizer.state
         found = {
             name: [state[parameter][key] for parameter in self._masters]
             for name, key in self._peer.moments.items()

@@ -271,8 +271,9 @@ def compare(ours: Contestant, peer: Contestant, data: Data, result: Result) -> N
         4 * U / (1 - beta) if peer.fp32_coefficients or ours.fp32_coefficients else 0.0 for beta in BETAS
     )
     inverse_bias1, inverse_bias2 = 1 / (1 - beta1**ours.steps), 1 / (1 - beta2**ours.steps)
-    relative_v = 24 * U + 2 * norm_difference + coefficient2
-    relative_m = 28 * U + norm_difference + coefficient1
+    second_order = 1 + 2 * norm_difference
+    relative_v = 24 * U + 2 * norm_difference * second_order + coefficient2
+    relative_m = 28 * U + norm_difference * second_order + coefficient1
     own_fields, peer_fields = ours.fields(), peer.fields()
     for gradient, own, other in _chunks(data.source, own_fields, peer_fields):
         m, v = own["exp_avg"], own["exp_avg_sq"]

@@ -160,8 +160,8 @@ class AdamW(torch.optim.AdamW):
     def state(self) -> Any:
         """Torch's state: a dict per parameter.
 
-        Whoever is handed it may change it at any later time, so from then on every step looks whether it did. Until
-        then there is nothing to look for, which matters to models of thousands of small tensors.
+        Whoever is handed it may put other tensors into it at any later time, so from then on every step looks whether
+        it did. Until then there is nothing to look for, which matters to models of thousands of small tensors.
         """
         self._state_shown = True
         return self.__dict__["state"]
@@ -302,9 +302,15 @@ class AdamW(torch.optim.AdamW):
 
     def state_dict(self) -> StateDict:
         """Torch's state dict; with ``fused_step=True`` also this class's settings under the key ``ruda``."""
+        if not self._fused_step:
+            return super().state_dict()
+        shown = self._state_shown
         saved = super().state_dict()
-        if self._fused_step:
-            saved[checkpoint.KEY] = checkpoint.settings_entry(self._settings)
+        if not (self._optimizer_state_dict_pre_hooks or self._optimizer_state_dict_post_hooks):
+            # Torch hands out the state's own dicts; with copies of them, nobody can put other tensors into the state.
+            saved["state"] = {key: dict(entry) for key, entry in saved["state"].items()}
+            self._state_shown = shown
+        saved[checkpoint.KEY] = checkpoint.settings_entry(self._settings)
         return saved
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -321,7 +327,10 @@ class AdamW(torch.optim.AdamW):
         if not self._fused_step:
             super().load_state_dict(state_dict)
             return
+        shown = self._state_shown
         self._settings = checkpoint.load(self, super().load_state_dict, state_dict)
+        if not (self._optimizer_load_state_dict_pre_hooks or self._optimizer_load_state_dict_post_hooks):
+            self._state_shown = shown
         self._engine = self._new_engine(self._engine.skipped_steps)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class FusedStep:
             found_inf: above 0 means that somebody saw a non-finite gradient; the step is skipped.
             gradients: one per parameter of all groups, or None for the parameters' own ``.grad``.
             targets: memory that stands in for the parameters (a compiled graph may pass copies); None for their own.
-            state_shown: whether anybody outside may have changed ``state``.
+            state_shown: whether anybody outside may have replaced something in ``state``.
         """
         everything = [parameter for group in groups for parameter in group["params"]]
         ranks = self._cache.follow(everything)
@@ -178,7 +178,7 @@ class FusedStep:
         if plan is not None:
             for part in plan.parts:
                 own = present if len(part.positions) == len(present) else [present[i] for i in part.positions]
-                if not part.bind(own, state_shown=state_shown):
+                if not part.bind(own):
                     return None, key
         return plan, key
 

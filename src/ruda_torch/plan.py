@@ -73,8 +73,8 @@ class Part:
         state = [member.local(key) for member in self.members for key in keys]
         self._watch = TensorWatch(self._parameters, [tensor for tensor in state if tensor is not None])
 
-    def bind(self, gradients: list[Tensor], *, state_shown: bool) -> bool:
-        """Take over this step's gradients; False if parameters (or state, if it was shown) have other memory by now."""
+    def bind(self, gradients: list[Tensor]) -> bool:
+        """Take over this step's gradients; False if parameters or state have other memory by now."""
         if self._sharded and not same(self._parts(), self._parameters):  # a DTensor stays while its part is replaced
             return False
         column = bind_gradients(self.table, self._watch, self._parameters, gradients)
@@ -82,7 +82,7 @@ class Part:
             member = self.members[column]
             self.table.set_gradient(column, check_gradient(member.where, member.parameter, gradients[column]))
             column = bind_gradients(self.table, self._watch, self._parameters, gradients, column + 1)
-        return column != PARAMETER_CHANGED and (not state_shown or self._watch.holds())
+        return column != PARAMETER_CHANGED and self._watch.holds()
 
     def _parts(self) -> list[Tensor]:
         return [sharding.local(member.target) for member in self.members]
@@ -200,7 +200,7 @@ class PlanCache:
     def find(self, key: Any, state: dict[Tensor, dict[str, Any]] | None) -> StepPlan | None:
         """The plan for ``key`` (which of the followed parameters are active) if it still describes this state.
 
-        ``state`` is None where nobody can have changed it.
+        ``state`` is None where nobody can have replaced anything in it.
         """
         plan = self._plans.get(key)
         if plan is None or (state is not None and not plan.still_describes(state)):
