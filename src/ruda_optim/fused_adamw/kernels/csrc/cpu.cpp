@@ -58,8 +58,8 @@ const CpuLoops& loops() {
   return *kChosen;
 }
 
-// Whether the loops ask for memory ahead of time. Measured: on Intel server cores the update gains a tenth and statistics
-// a third; on AMD Zen 4 explicit prefetching loses against the hardware's own. RUDA_CPU_PREFETCH=0 or 1 overrides.
+// Whether the loops ask for memory ahead of time. An Intel server core gains by it; an AMD Zen 4 loses against its own
+// hardware prefetcher. RUDA_CPU_PREFETCH=0 or 1 overrides.
 bool prefetch() {
   static const bool kChosen = [] {
     const char* wanted = std::getenv("RUDA_CPU_PREFETCH");
