@@ -69,7 +69,9 @@ docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 wheel: venv
+	rm -rf dist
 	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	tools/test_wheel.sh "$(PYTHON)" dist/*.whl
 
 # ---- checks ----
 lint: venv
