@@ -6,7 +6,8 @@ python=$1
 wheel=$(realpath "$2")
 constraints=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../constraints.txt")
 folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
+remove=$(command -v rm)  # PATH loses it below
+trap '"$remove" -rf "$folder"' EXIT
 
 "$python" -m venv "$folder/venv"
 "$folder/venv/bin/python" -m pip install -qq --disable-pip-version-check --constraint "$constraints" torch numpy "$wheel"
