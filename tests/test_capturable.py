@@ -184,3 +184,15 @@ def test_a_gradient_that_overflows_in_unscaling_is_skipped(simulated):
     assert optimizer.last_step_skipped
     assert optimizer.last_grad_norm == math.inf
     assert _steps(parameters, optimizer) == [0.0] * 4
+
+
+def test_found_inf_of_0_does_not_switch_the_check_on(simulated):
+    parameters, optimizer = _optimizer(capturable=True, check_finite=False, max_grad_norm=1.0)
+    host_parameters, host = _optimizer(check_finite=False, max_grad_norm=1.0)
+    for some, one in ((parameters, optimizer), (host_parameters, host)):
+        _give_gradients(some, 0)
+        some[0].grad[0] = math.inf
+        one.found_inf = torch.tensor(0.0)
+        one.step()
+    assert optimizer.last_step_skipped == host.last_step_skipped is False
+    assert _steps(parameters, optimizer) == _steps(host_parameters, host) == [1.0] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 
 import torch
@@ -83,3 +84,23 @@ def test_loading_hooks_that_see_the_state_count():
     held[0]["exp_avg"] = fresh = torch.zeros(50)
     optimizer.step()
     assert fresh.abs().max() > 0
+
+
+def test_an_assigned_state_is_noticed():
+    """Emptying the state by assignment is how training loops restart an optimizer."""
+    parameter, optimizer = stepped()
+    optimizer.state = collections.defaultdict(dict)
+    parameter.grad = torch.ones(50)
+    optimizer.step()
+    assert optimizer.state[parameter]["step"] == 1
+    _, fresh = stepped()
+    assert not fresh._state_shown, "making an optimizer does not count"
+
+
+def test_refreshing_masters_shows_nothing():
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 50).bfloat16())
+    optimizer = ruda_torch.AdamW([parameter], fused_step=True)
+    parameter.grad = torch.ones(50, dtype=torch.bfloat16)
+    optimizer.step()
+    optimizer.refresh_masters()
+    assert not optimizer._state_shown

@@ -99,7 +99,6 @@ class AdamW(torch.optim.AdamW):
             betas = _float_betas(betas)
             _check_group(0, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._fused_step = bool(fused_step)
-        self._state_shown = False
         self._capturable = bool(capturable)
         self._settings = settings
         self._start()
@@ -116,6 +115,7 @@ class AdamW(torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
+        self._state_shown = False  # torch's constructor assigned an empty state and kept nothing of it
         self._announce_scaling()
 
     def _start(self) -> None:
@@ -168,6 +168,7 @@ class AdamW(torch.optim.AdamW):
 
     @state.setter
     def state(self, value: Any) -> None:
+        self._state_shown = True  # whoever assigned it has it
         self.__dict__["state"] = value
 
     # ---- what the last step did --------------------------------------------------------------------------------------
@@ -290,7 +291,7 @@ class AdamW(torch.optim.AdamW):
         """
         for group in self.param_groups:
             for parameter in group["params"]:
-                state = self.state.get(parameter, {})
+                state = self.__dict__["state"].get(parameter, {})
                 half = sharding.local(parameter)
                 if MASTER in state:
                     master = sharding.local(state[MASTER])

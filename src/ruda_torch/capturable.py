@@ -160,14 +160,13 @@ class CapturableStep(FusedStep):
             self._coefficients[len(table)] = coefficients
         report = None
         inverse = None
-        guarded = settings.check_finite or settings.max_grad_norm is not None
-        if guarded:
+        if self._guarded:
             workspace.run(table, 1.0)
             report = workspace.report
         elif found_inf is not None:
             report = workspace.report.zero_()
         if report is not None:
-            if not settings.check_finite and found_inf is None:
+            if not settings.check_finite:
                 # The check is off: NaN and infinity go where IEEE arithmetic sends them, with max_norm / infinity = 0.
                 report[1:2] = torch.where(report[:1] > 0, torch.finfo(torch.float32).max, report[1:2])
                 report[:1] = 0.0
@@ -192,7 +191,7 @@ class CapturableStep(FusedStep):
                 step += 1.0 - decision[0]
         torch.autograd.graph.increment_version(plan.parameters)
         ranges = part.group_rows(kernels.statistics_chunk)
-        return CapturedReport(decision, report if guarded else None, workspace, inverse, ranges, groups)
+        return CapturedReport(decision, report if self._guarded else None, workspace, inverse, ranges, groups)
 
     def _upload(self, groups: list[dict[str, Any]], rows: list[tuple[float, ...]], device: torch.device) -> None:
         """Bring the device's hyperparameters up to date: numbers when they change, tensors at every step."""

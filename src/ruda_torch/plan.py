@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _KEPT_PLANS = 4
 """A training loop that alternates between sets of active parameters (GANs, experts) needs a few plans."""
 
-
 _END = (object(),)
+"""Follows the last object of a sequence that is compared with another, so that a shorter one differs."""
 
 
 def same(left: Sequence[Any], right: Sequence[Any]) -> bool:
