@@ -17,7 +17,7 @@ import torch
 
 from cases import CASES, Case, check, expected, initial_parameter, stored_gradient, to_torch
 from ruda_optim.fused_adamw.gradient_norm import GradientGuardOptions, GradientStats
-from ruda_optim.fused_adamw.kernels import cpu, device_table, ptx, ptx_launch
+from ruda_optim.fused_adamw.kernels import cpu, device_table, host, ptx, ptx_launch
 from ruda_optim.fused_adamw.kernels.tables import Field, Flag, LaunchTable, TensorMemory
 from ruda_optim.fused_adamw.options import AdamWOptions
 from ruda_optim.fused_adamw.stats_plan import FAN_IN
@@ -151,7 +151,7 @@ def test_every_case_has_the_bits_of_the_cpu_operator_and_lies_within_the_bounds_
         actual = {name: getattr(mine, name) for name in names if getattr(mine, name) is not None}
         check(case, want, actual)
         for table in (simulated, wanted):
-            cpu.operators().advance_steps(table.fields)
+            host.advance_steps(table)
 
 
 # --------------------------------------------------------------------------------------------------------- the update
@@ -287,7 +287,7 @@ def test_coefficient_rows_and_gradients_that_change_between_steps() -> None:
         for a, w in zip(mine, theirs, strict=True):
             assert_same_bits(a, w, f"step {step}")
         for table in (simulated, wanted):
-            cpu.operators().advance_steps(table.fields)
+            host.advance_steps(table)
 
 
 # --------------------------------------------------------------------------------------------------------- statistics

@@ -185,6 +185,28 @@ def test_a_frozen_parameter_rests_and_wakes() -> None:
     assert twins.ours.state[frozen[0]]["step"] == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_default_device_and_dtype_do_not_matter(dtype) -> None:
+    """A training script may set both; the books of a step are on the host and FP32 all the same."""
+    left, right = (torch.nn.Parameter(torch.linspace(-1, 1, 600).to(dtype)) for _ in range(2))
+    plain = ruda_torch.AdamW([left], fused_step=True, max_grad_norm=0.1, **STRONG)
+    usual = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            other = ruda_torch.AdamW([right], fused_step=True, max_grad_norm=0.1, **STRONG)
+            for seed in range(4):
+                left.grad = right.grad = torch.from_numpy(gradient_for((600,), seed)).to(dtype)
+                other.step()
+                saved = other.state_dict()
+                other.load_state_dict(saved)
+                plain.step()
+                assert other.last_group_norms == plain.last_group_norms
+    finally:
+        torch.set_default_dtype(usual)
+    assert all(map(same_bits, bits_of(plain), bits_of(other)))
+
+
 # ----------------------------------------------------------------------------------------------------- schedules
 
 SCHEDULES = {

@@ -18,7 +18,7 @@ from ruda_optim.fused_adamw import (
     StepCoefficients,
     storage,
 )
-from ruda_optim.fused_adamw.kernels import cpu, tables
+from ruda_optim.fused_adamw.kernels import cpu, host, tables
 from ruda_optim.fused_adamw.stats_plan import ROW_ELEMENTS
 from ruda_optim.fused_adamw.storage import Field, Flag, LaunchTable, TensorMemory
 
@@ -102,6 +102,7 @@ def test_bind_gradients_stops_at_a_column_that_the_table_does_not_describe(chang
         assert table.fields[Field.GRAD, index] == changed[index].data_ptr()
 
 
+@pytest.mark.parametrize("count", [3, 5000], ids=["few", "enough for every thread"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -111,27 +112,24 @@ def test_bind_gradients_stops_at_a_column_that_the_table_does_not_describe(chang
     ],
     ids=["memory", "smaller", "dtype"],
 )
-def test_a_watch_notices_a_tensor_that_changes_under_its_name(change) -> None:
-    watched = [torch.nn.Parameter(torch.ones(4, 6)) for _ in range(3)]
-    watch = storage.TensorWatch([torch.ones(1)], watched)
-    with torch.no_grad():
-        watched[1].add_(1.0)
-    assert watch.holds(), "values may change"
-    change(watched[1])
-    assert not watch.holds()
+def test_bind_gradients_notices_state_that_changed(change, count) -> None:
+    table, parameters, gradients = bindable()
+    state = [torch.ones(4, 6) for _ in range(count)]
+    watch = storage.TensorWatch(parameters, state)
+    state[-2].add_(1.0)
+    assert storage.bind_gradients(table, watch, parameters, gradients) == -1, "values may change"
+    change(state[-2])
+    assert storage.bind_gradients(table, watch, parameters, gradients) == storage.CHANGED
 
 
-def test_a_watch_holds_its_tensors_and_lets_them_go() -> None:
-    tensor = torch.ones(8)
-    watch = storage.TensorWatch([torch.ones(1)], [tensor])
-    number = watch.number
-    del tensor
-    assert watch.holds()
+def test_a_watch_holds_its_state_alone_and_lets_it_go() -> None:
+    """torch.utils.swap_tensors refuses parameters that somebody else holds."""
+    state, parameter = torch.ones(8), torch.ones(8)
+    watch = storage.TensorWatch([parameter], [state])
+    assert (state._use_count(), parameter._use_count()) == (2, 1)
     del watch
     gc.collect()
-    with pytest.raises(RuntimeError, match=f"no watch with number {number}"):
-        cpu.operators().watch_holds(torch.empty(0), number)
-    assert storage.TensorWatch([], []).holds(), "nothing to watch"
+    assert state._use_count() == 1
 
 
 @pytest.mark.parametrize(
@@ -148,7 +146,7 @@ def test_bind_gradients_notices_a_parameter_that_changed(change) -> None:
     table, parameters, gradients = bindable()
     watch = storage.TensorWatch(parameters, [])
     change(parameters[1])
-    assert storage.bind_gradients(table, watch, parameters, gradients) == storage.PARAMETER_CHANGED
+    assert storage.bind_gradients(table, watch, parameters, gradients) == storage.CHANGED
     assert storage.bind_gradients(table, watch, parameters, gradients, 2) == -1
 
 
@@ -157,6 +155,67 @@ def test_size_one_dimensions_are_no_difference() -> None:
     table = LaunchTable([TensorMemory(torch.ones(1, 6), parameter, torch.zeros(1, 6), torch.zeros(1, 6))], CPU)
     odd = torch.ones(100).as_strided((1, 6), (77, 1))
     assert storage.bind_gradients(table, storage.TensorWatch([parameter], []), [parameter], [odd]) == -1
+
+
+@pytest.mark.parametrize("shape", [(1,), (), (4, 6)], ids=str)
+def test_bind_gradients_leaves_a_negated_gradient_to_the_caller(shape) -> None:
+    """The imaginary part of a conjugate is one, and flat where it has a single element."""
+    parameter, gradient = torch.ones(shape), torch.full(shape, 2.0)
+    table = LaunchTable([TensorMemory(gradient, parameter, torch.zeros(shape), torch.zeros(shape))], CPU)
+    watch = storage.TensorWatch([parameter], [])
+    assert storage.bind_gradients(table, watch, [parameter], [gradient]) == -1
+    imaginary = torch.ones(shape, dtype=torch.complex64).conj().imag
+    for negated in (imaginary, torch._neg_view(gradient)):
+        assert negated.is_neg()
+        for _ in range(2):
+            assert storage.bind_gradients(table, watch, [parameter], [negated]) == 0
+        assert storage.bind_gradients(table, watch, [parameter], [gradient]) == -1
+    assert table.fields[Field.GRAD, 0] == gradient.data_ptr()
+
+
+def test_bind_gradients_takes_the_parameters_own() -> None:
+    table, _, _ = bindable()
+    parameters = [torch.nn.Parameter(torch.ones(4, 6)) for _ in range(4)]
+    watch = storage.TensorWatch(parameters, [])
+    for parameter in parameters:
+        parameter.grad = torch.ones(4, 6)
+    assert storage.count_gradients(parameters) == 4
+    assert storage.bind_gradients(table, watch, parameters) == -1
+    assert table.fields[Field.GRAD].tolist() == [parameter.grad.data_ptr() for parameter in parameters]
+    parameters[2].grad = None
+    assert storage.count_gradients(parameters) == 3
+    assert storage.bind_gradients(table, watch, parameters) == 2
+    assert storage.bind_gradients(table, watch, parameters, start=3) == -1
+
+
+def test_an_error_of_a_parameter_comes_through() -> None:
+    class Guarded(torch.nn.Parameter):
+        @property
+        def grad(self):
+            raise RuntimeError("this gradient is not for you")
+
+    table, _, _ = bindable()
+    parameters = [Guarded(torch.ones(4, 6)) for _ in range(4)]
+    watch = storage.TensorWatch(parameters, [])
+    with pytest.raises(RuntimeError, match="this gradient is not for you"):
+        storage.bind_gradients(table, watch, parameters)
+    with pytest.raises(RuntimeError, match="this gradient is not for you"):
+        storage.count_gradients(parameters)
+
+
+def test_same_objects_compares_identities() -> None:
+    a, b, c = (torch.ones(2) for _ in range(3))
+    assert storage.same_objects([a, b, c], 0, [a, b])
+    assert storage.same_objects([a, b, c], 1, [b, c])
+    assert storage.same_objects([a], 1, [])
+    assert not storage.same_objects([a, b, c], 0, [b])
+    assert not storage.same_objects([a, b], 1, [b, c]), "longer than what there is"
+
+
+def test_another_generation_of_dlpack_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(host, "_DLPACK_MAJOR", 2)
+    with pytest.raises(ImportError, match=f"by DLPack 2, but torch {re.escape(torch.__version__)} speaks DLPack 1;"):
+        host._Functions()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -215,10 +274,8 @@ def test_tensors_of_one_group_and_step_share_coefficients() -> None:
     memories = [TensorMemory(gradient, step=step) for gradient, step in zip(tensors(7), steps, strict=True)]
     table = LaunchTable(memories, CPU)
     groups = torch.tensor([0, 0, 0, 1, 0, 1, 1])
-    pairs = torch.full((7, 2), -1)
-    assert storage.assign_coefficients(table, groups, pairs) == 5
-    assert pairs[:5].tolist() == [[0, 0], [0, 5], [1, 0], [1, 5], [1, 2**24]]
-    assert (pairs[5:] == -1).all()
+    rows = storage.CoefficientRows(table, groups)
+    assert rows.assign() == [(0, 0), (0, 5), (1, 0), (1, 5), (1, 2**24)]
     assert table.fields[Field.COEFFICIENTS].tolist() == [0, 0, 1, 2, 1, 3, 4]
 
 
@@ -233,9 +290,14 @@ def test_advance_steps_counts_and_clears_first() -> None:
 
 def test_coefficient_table_holds_the_rows() -> None:
     steps = [OPTIONS.prepare_step(0), OPTIONS.prepare_step(41)]
-    found = storage.coefficient_table(steps)
-    assert found.dtype is torch.float32
-    np.testing.assert_array_equal(as_array(found), [step.row for step in steps])
+    rows = storage.CoefficientRows(LaunchTable([], CPU), torch.empty(0, dtype=torch.int64))
+    for found in (storage.coefficient_table(steps), rows.fill(steps)):
+        assert found.dtype is torch.float32
+        np.testing.assert_array_equal(as_array(found), [step.row for step in steps])
+    again = rows.fill(steps[::-1])
+    assert again.data_ptr() == found.data_ptr(), "the memory serves every step"
+    np.testing.assert_array_equal(as_array(again), [step.row for step in steps[::-1]])
+    assert rows.fill(steps[:1]).shape == (1, 8)
     assert storage.coefficient_table([]).shape == (0, 8)
 
 

@@ -20,7 +20,7 @@ from ruda_optim.fused_adamw import (
     StatsPlan,
     storage,
 )
-from ruda_optim.fused_adamw.kernels import cpu
+from ruda_optim.fused_adamw.kernels import cpu, library
 from ruda_optim.fused_adamw.stats_plan import FAN_IN, ROW_ELEMENTS
 from ruda_optim.fused_adamw.storage import Field, LaunchTable, StatisticsWorkspace, TensorMemory
 
@@ -153,16 +153,24 @@ def test_sizes_are_checked(call, error, message) -> None:
 
 
 def test_the_operator_checks_sizes_once_more() -> None:
-    operators = cpu.operators()
+    operators = library.operators()
     table = LaunchTable([TensorMemory(gradient) for gradient in tensors(2)], CPU)
     with pytest.raises(RuntimeError, match="needs 2 statistics rows"):
         operators.analyze_gradient(table.fields, table.layouts, torch.empty(3, 3), 65536, 1.0)
     with pytest.raises(RuntimeError, match="the launch table needs 16 rows"):
         operators.adamw_scaled(table.fields[1:], table.layouts, torch.empty(1, 8), 1.0, 1.0)
-    with pytest.raises(RuntimeError, match="one watched parameter and one gradient per table column"):
+
+
+def test_host_functions_check_sizes_and_memory() -> None:
+    table = LaunchTable([TensorMemory(gradient) for gradient in tensors(2)], CPU)
+    with pytest.raises(ShapeMismatch, match="2 columns, 2 watched, got 2 parameters and 1 gradients"):
         storage.bind_gradients(table, storage.TensorWatch(tensors(2), []), tensors(2), tensors(1))
-    with pytest.raises(RuntimeError, match="one group and one pair per table column"):
-        storage.assign_coefficients(table, torch.zeros(1, dtype=torch.int64), torch.zeros((2, 2), dtype=torch.int64))
+    with pytest.raises(ShapeMismatch, match="2 columns, 1 watched, got 1 parameters and 2 gradients"):
+        storage.bind_gradients(table, storage.TensorWatch(tensors(1), []), tensors(1))
+    with pytest.raises(ShapeMismatch, match=r"one entry per column, shape \(2,\), got torch.int64 of shape \(1,\)"):
+        storage.CoefficientRows(table, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="tensor 1 of 2 has no strided memory that can be watched"):
+        storage.TensorWatch([torch.ones(2), torch.ones(2).to_sparse()], [])
 
 
 # ----------------------------------------------------------------------------------------------------------- merges

@@ -243,7 +243,6 @@ class AdamW(torch.optim.AdamW):
             self._run()
         return loss
 
-    @torch.no_grad()
     def _run(self, gradients: list[Tensor | None] | None = None, targets: list[Tensor] | None = None) -> None:
         self._last_group_norms = None
         self._last = self._engine.run(

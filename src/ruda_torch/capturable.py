@@ -18,7 +18,7 @@ from ruda_optim.fused_adamw import InvalidOption, storage
 from . import sharding
 from .fused import CLIP_EPSILON, FusedStep, Settings, StepReport, combined
 from .members import collect, describe_position
-from .plan import StepPlan
+from .plan import StepPlan, own_gradients
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,6 +88,7 @@ class CapturableStep(FusedStep):
         counted = self._device_memory.get("skips")
         return self._skipped_steps + (0 if counted is None else int(counted.item()))
 
+    @torch.no_grad()
     def run(  # type: ignore[override]
         self,
         groups: list[dict[str, Any]],
@@ -101,18 +102,17 @@ class CapturableStep(FusedStep):
     ) -> StepReport | CapturedReport:
         """One step over all groups; see :meth:`FusedStep.run`. ``grad_scale`` and ``found_inf`` stay on the device."""
         rows = [self._hyperparameters(number, group) for number, group in enumerate(groups)]
-        everything = [parameter for group in groups for parameter in group["params"]]
-        if self._cache.follow(everything) is not None:
+        if self._cache.follow(groups) is not None:
             raise InvalidOption(
                 "capturable=True does not take sharded parameters (DTensor): the sum over ranks is read on the host; "
                 "leave it out"
             )
-        if gradients is None:
-            gradients = [parameter.grad for parameter in everything]
-        plan, key = self._find(groups, state, gradients, targets, state_shown)
+        plan = self._find(groups, state, gradients, targets, state_shown)
         if plan is None:
+            parameters = self._cache.parameters
+            gradients = own_gradients(parameters) if gradients is None else gradients
             sharding.check_not_replaced(
-                everything, gradients, partial(describe_position, groups), self._cache.in_modules
+                parameters, gradients, partial(describe_position, groups), self._cache.in_modules
             )
             split_master = self._settings.split_master
             members, parts = collect(groups, state, gradients, targets, split_master=split_master, capturable=True)
@@ -133,7 +133,7 @@ class CapturableStep(FusedStep):
             plan.commit(state)  # zeros: valid whether or not the device updates
             if targets is None:
                 plan.remember(state)
-                self._cache.keep(key, plan)
+                self._cache.keep(groups, gradients, plan)
         if not plan.parts:
             return StepReport(skipped=False, grad_norm=math.nan, clip_factor=1.0, groups=len(groups))
         (part,) = plan.parts
@@ -202,7 +202,7 @@ class CapturableStep(FusedStep):
             memory.setdefault("skips", torch.zeros(1, dtype=torch.int64, device=device))
             self._host_rows = []
         if rows != self._host_rows:
-            memory["hyperparameters"].copy_(torch.tensor(rows, dtype=torch.float64))
+            memory["hyperparameters"].copy_(torch.tensor(rows, dtype=torch.float64, device="cpu"))
             self._host_rows = rows
         for number, group in enumerate(groups):
             for column, value in enumerate((group["lr"], *group["betas"])):

@@ -6,7 +6,6 @@ Nothing that the optimizer holds changes before every check has passed and the d
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from ruda_optim.fused_adamw import (
 
 from . import sharding
 from .members import collect, describe_position
-from .plan import PlanCache, StepPlan, split
+from .plan import PlanCache, StepPlan, own_gradients, split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,58 +129,65 @@ class FusedStep:
             targets: memory that stands in for the parameters (a compiled graph may pass copies); None for their own.
             state_shown: whether anybody outside may have replaced something in ``state``.
         """
-        everything = [parameter for group in groups for parameter in group["params"]]
-        ranks = self._cache.follow(everything)
-        if gradients is None:
-            gradients = [parameter.grad for parameter in everything]
-        summed = self._guarded or found_inf is not None
-        reduction = None if ranks is None else sharding.Reduction(ranks, len(groups), enabled=summed)
-        with nullcontext() if reduction is None else reduction:
-            control = StepControl(gradient_scale=1.0 if grad_scale is None else float(grad_scale))
-            options = [self._group_options(number, group) for number, group in enumerate(groups)]
-            if reduction is not None:
-                gradients = reduction.settle(everything, gradients, partial(describe_position, groups))
-            if found_inf is not None and float(found_inf) > 0.0:
-                if reduction is not None:
-                    reduction.run(None, (), skip=True)
-                report = _skipped(len(groups))
-            else:
-                plan, key = self._find(groups, state, gradients, targets, state_shown)
-                if plan is None:
-                    sharding.check_not_replaced(
-                        everything, gradients, partial(describe_position, groups), self._cache.in_modules
-                    )
-                    report, plan = self._first_run(groups, state, gradients, targets, options, control, reduction)
-                    if plan is not None and targets is None:
-                        plan.remember(state)
-                        self._cache.keep(key, plan)
-                else:
-                    report = self._analyze(plan.parts, plan.parameters, len(groups), control, reduction)
-                    if not report.skipped:
-                        self._update(plan, options, control, report.clip_factor)
+        ranks = self._cache.follow(groups)
+        step = partial(self._step, groups, state, grad_scale, found_inf, gradients, targets, state_shown)
+        if ranks is None:
+            report = step(None)
+        else:
+            summed = self._guarded or found_inf is not None
+            with torch.no_grad(), sharding.Reduction(ranks, len(groups), enabled=summed) as reduction:
+                report = step(reduction)
         self._skipped_steps += report.skipped
+        return report
+
+    def _step(
+        self,
+        groups: list[dict[str, Any]],
+        state: dict[Tensor, dict[str, Any]],
+        grad_scale: Tensor | float | None,
+        found_inf: Tensor | float | None,
+        gradients: list[Tensor | None] | None,
+        targets: list[Tensor] | None,
+        state_shown: bool,
+        reduction: sharding.Reduction | None,
+    ) -> StepReport:
+        control = StepControl(gradient_scale=1.0 if grad_scale is None else float(grad_scale))
+        options = [self._group_options(number, group) for number, group in enumerate(groups)]
+        parameters = self._cache.parameters
+        if reduction is not None:
+            gradients = own_gradients(parameters) if gradients is None else gradients
+            gradients = reduction.settle(parameters, gradients, partial(describe_position, groups))
+        if found_inf is not None and float(found_inf) > 0.0:
+            if reduction is not None:
+                reduction.run(None, (), skip=True)
+            return _skipped(len(groups))
+        plan = self._find(groups, state, gradients, targets, state_shown)
+        if plan is not None:
+            report = self._analyze(plan.parts, plan.parameters, len(groups), control, reduction)
+            if not report.skipped:
+                self._update(plan, options, control, report.clip_factor)
+            return report
+        gradients = own_gradients(parameters) if gradients is None else gradients
+        where = partial(describe_position, groups)
+        sharding.check_not_replaced(parameters, gradients, where, self._cache.in_modules)
+        report, plan = self._first_run(groups, state, gradients, targets, options, control, reduction)
+        if plan is not None and targets is None:
+            plan.remember(state)
+            self._cache.keep(groups, gradients, plan)
         return report
 
     def _find(
         self,
         groups: list[dict[str, Any]],
         state: dict[Tensor, dict[str, Any]],
-        gradients: list[Tensor | None],
+        gradients: list[Tensor | None] | None,
         targets: list[Tensor] | None,
         state_shown: bool,
-    ) -> tuple[StepPlan | None, Any]:
-        """A kept plan for these tensors, bound to their gradients, or None; a key to keep a new one."""
-        present = [gradient for gradient in gradients if gradient is not None]
-        active = None if len(present) == len(gradients) else bytes(gradient is not None for gradient in gradients)
-        key = (active, *((len(group["params"]), group["amsgrad"]) for group in groups))
-        plan = None if targets is not None else self._cache.find(key, state if state_shown else None)
-        if plan is not None:
-            for part in plan.parts:
-                own = present if len(part.positions) == len(present) else [present[i] for i in part.positions]
-                if not part.bind(own):
-                    return None, key
-        return plan, key
+    ) -> StepPlan | None:
+        """A kept plan for these tensors, bound to their gradients, or None."""
+        return None if targets is not None else self._cache.find(groups, gradients, state if state_shown else None)
 
+    @torch.no_grad()
     def _first_run(
         self,
         groups: list[dict[str, Any]],
@@ -224,6 +230,8 @@ class FusedStep:
             control: the loss scale.
             reduction: for sharded parameters, the sum over ranks.
         """
+        if not self._guarded and reduction is None:
+            return StepReport(skipped=False, grad_norm=math.nan, clip_factor=1.0, groups=groups)
         runs = []
         if self._guarded:
             for part in parts:
@@ -259,19 +267,17 @@ class FusedStep:
     ) -> None:
         launches = []
         for part in plan.parts:
-            count = storage.assign_coefficients(part.table, part.groups, part.pairs)
-            steps = [
-                options[group].prepare_step(completed, control) for group, completed in part.pairs[:count].tolist()
-            ]
-            launches.append((part.table, storage.coefficient_table(steps)))
-        for table, coefficients in launches:
-            storage.adamw_scaled(table, coefficients, control.inverse_scale, clip_factor)
+            steps = [options[group].prepare_step(completed, control) for group, completed in part.coefficients.assign()]
+            launches.append((storage.select(part.table.device), part.table, part.coefficients.fill(steps)))
+        # Before the launch, while the parameters are still in cache; from here on nothing can fail.
+        torch.autograd.graph.increment_version(plan.parameters)
+        for kernels, table, coefficients in launches:
+            kernels.adamw_scaled(table, coefficients, control.inverse_scale, clip_factor)
             storage.advance_steps(table)
         for member in plan.empty:
             step = member.local("step")
             if step is not None:
                 step += 1.0
-        torch.autograd.graph.increment_version(plan.parameters)
 
     def _group_options(self, number: int, group: dict[str, Any]) -> AdamWOptions:
         """A group's hyperparameters, checked; the same object while their values stay the same."""

@@ -282,4 +282,4 @@ def step_counter(where: str, step: object) -> Tensor:
         raise InvalidState(f"the step of {where} must be a number or a tensor with one element, got {step!r:.60}")
     if not (value >= 0 and value == int(value)):
         raise InvalidState(f"the step of {where} must be a whole number >= 0, got {value}")
-    return torch.tensor(value, dtype=torch.float32)
+    return torch.tensor(value, dtype=torch.float32, device="cpu")

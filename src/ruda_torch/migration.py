@@ -161,4 +161,4 @@ def _moment(where: str, entry: dict[str, Any], name: str) -> torch.Tensor:
 def _step(where: str, step: Any) -> torch.Tensor:
     if step is None:
         raise InvalidState(f"{where} has no step, neither of its own nor with its group")
-    return torch.as_tensor(step).detach().to("cpu", torch.float32).reshape(())
+    return torch.as_tensor(step, device="cpu").detach().to("cpu", torch.float32).reshape(())

@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ruda_optim.fused_adamw.storage import (
-    PARAMETER_CHANGED,
+    CHANGED,
+    CoefficientRows,
     Field,
     LaunchTable,
     StatisticsWorkspace,
     TensorMemory,
     TensorWatch,
     bind_gradients,
+    count_gradients,
+    same_objects,
 )
 
 from . import sharding
 from .members import MASTER, MOMENTS, REMAINDER, check_gradient
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from .members import Member
@@ -40,9 +41,9 @@ _END = (object(),)
 """Follows the last object of a sequence that is compared with another, so that a shorter one differs."""
 
 
-def same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """True if both hold the very same objects. ``==`` would compare tensors by value."""
-    return len(left) == len(right) and all(map(is_, left, right))
+def same(left: list[Any], right: list[Any]) -> bool:
+    """True if both hold the very same objects."""
+    return len(left) == len(right) and same_objects(left, 0, right)
 
 
 class Part:
@@ -52,7 +53,7 @@ class Part:
         members: the non-empty members of this device, one per table column.
         positions: where their gradients stand in the plan's list.
         groups: int64 ``(n,)``, the parameter group of each column.
-        pairs: int64 ``(n, 2)``, scratch for ``assign_coefficients``.
+        coefficients: the rows that they share.
     """
 
     def __init__(self, members: list[Member], positions: list[int], memories: list[TensorMemory]) -> None:
@@ -61,8 +62,8 @@ class Part:
         self.table = LaunchTable(memories, memories[0].gradient.device)
         self._parameters = self._parts()
         self._watch = TensorWatch([], [])
-        self.groups = torch.tensor([member.group for member in members], dtype=torch.int64)
-        self.pairs = torch.empty((len(members), 2), dtype=torch.int64)
+        self.groups = torch.tensor([member.group for member in members], dtype=torch.int64, device="cpu")
+        self.coefficients = CoefficientRows(self.table, self.groups)
         self._group_rows: dict[int, dict[int, tuple[int, int]]] = {}
         self._shares: dict[tuple[int, int], sharding.Shares] = {}
         self._sharded = any(sharding.is_sharded(member.target) for member in members)
@@ -73,16 +74,19 @@ class Part:
         state = [member.local(key) for member in self.members for key in keys]
         self._watch = TensorWatch(self._parameters, [tensor for tensor in state if tensor is not None])
 
-    def bind(self, gradients: list[Tensor]) -> bool:
-        """Take over this step's gradients; False if parameters or state have other memory by now."""
+    def bind(self, gradients: list[Tensor] | None) -> bool:
+        """Take over this step's gradients (None: the parameters' own); False if the table is out of date."""
         if self._sharded and not same(self._parts(), self._parameters):  # a DTensor stays while its part is replaced
             return False
         column = bind_gradients(self.table, self._watch, self._parameters, gradients)
         while column >= 0:
             member = self.members[column]
-            self.table.set_gradient(column, check_gradient(member.where, member.parameter, gradients[column]))
+            gradient = member.parameter.grad if gradients is None else gradients[column]
+            if gradient is None:
+                return False
+            self.table.set_gradient(column, check_gradient(member.where, member.parameter, gradient))
             column = bind_gradients(self.table, self._watch, self._parameters, gradients, column + 1)
-        return column != PARAMETER_CHANGED and self._watch.holds()
+        return column != CHANGED
 
     def _parts(self) -> list[Tensor]:
         return [sharding.local(member.target) for member in self.members]
@@ -119,6 +123,10 @@ class StepPlan:
         members: checked, with their state allocated.
         gradients: one per member.
         capturable: the device counts the steps.
+
+    Attributes:
+        empty: members without elements; they have no part.
+        idle: parameters of the optimizer that have no gradient in this plan's steps.
     """
 
     def __init__(self, members: list[Member], gradients: list[Tensor], *, capturable: bool = False) -> None:
@@ -128,9 +136,28 @@ class StepPlan:
         self.parts = split(members, [member.memory(gradient, capturable=capturable) for member, gradient in pairs])
         filled = {id(member) for part in self.parts for member in part.members}
         self.empty = [member for member in members if id(member) not in filled]
+        self.idle: list[Tensor] = []
         self._states: list[dict[str, Any]] = []
         self._values: list[Any] = []
         self._all_states: list[Any] = []
+
+    def bind(self, gradients: list[Tensor | None] | None) -> bool:
+        """Take over this step's gradients; False if this plan is not one for them.
+
+        Args:
+            gradients: one per parameter of the optimizer, None where it has none: the pattern that this plan was kept
+                for. None for the parameters' own; their pattern is looked at here.
+        """
+        if gradients is None:
+            empty = [member.parameter for member in self.empty]
+            if (self.idle and count_gradients(self.idle)) or (empty and count_gradients(empty) != len(empty)):
+                return False
+            return all(part.bind(None) for part in self.parts)
+        present = [gradient for gradient in gradients if gradient is not None]
+        return all(
+            part.bind(present if len(part.positions) == len(present) else [present[i] for i in part.positions])
+            for part in self.parts
+        )
 
     def commit(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Hand what was allocated over to the optimizer, now that it holds values."""
@@ -167,6 +194,20 @@ def split(members: list[Member], memories: list[TensorMemory]) -> list[Part]:
     ]
 
 
+def own_gradients(parameters: list[Tensor]) -> list[Tensor | None]:
+    """The parameters' ``.grad``, in the form in which a step may also be handed gradients."""
+    return [parameter.grad for parameter in parameters]
+
+
+def _signature(groups: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """What of the groups a plan depends on, beside the parameters themselves."""
+    return tuple((len(group["params"]), group["amsgrad"]) for group in groups)
+
+
+def _key(groups: list[dict[str, Any]], gradients: list[Tensor | None]) -> tuple[bytes, tuple[Any, ...]]:
+    return bytes(gradient is not None for gradient in gradients), _signature(groups)
+
+
 class PlanCache:
     """The last few plans, by which parameters were active, and the statistics scratch of each device.
 
@@ -185,30 +226,64 @@ class PlanCache:
         self._workspaces: dict[torch.device, StatisticsWorkspace] = {}
         self._hierarchical = hierarchical
 
-    def follow(self, parameters: list[Tensor]) -> sharding.Ranks | None:
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The followed parameters of all groups."""
+        return self._parameters
+
+    def follow(self, groups: list[dict[str, Any]]) -> sharding.Ranks | None:
         """Drop what belongs to other parameters than these; the ranks that share them, None for plain tensors.
 
         Comparing identities is all that a step with plain parameters pays for sharding.
         """
-        if not same(parameters, self._parameters):
-            self.forget()
-            self.in_modules.clear()
-            self._ranks = sharding.find(parameters, guarded=self._guarded)
-            self._parameters = parameters
+        first = 0
+        for group in groups:
+            params = group["params"]
+            if not same_objects(self._parameters, first, params if isinstance(params, list) else list(params)):
+                break
+            first += len(params)
+        else:
+            if first == len(self._parameters):
+                return self._ranks
+        self.forget()
+        self.in_modules.clear()
+        self._parameters = [parameter for group in groups for parameter in group["params"]]
+        self._ranks = sharding.find(self._parameters, guarded=self._guarded)
         return self._ranks
 
-    def find(self, key: Any, state: dict[Tensor, dict[str, Any]] | None) -> StepPlan | None:
-        """The plan for ``key`` (which of the followed parameters are active) if it still describes this state.
+    def find(
+        self,
+        groups: list[dict[str, Any]],
+        gradients: list[Tensor | None] | None,
+        state: dict[Tensor, dict[str, Any]] | None,
+    ) -> StepPlan | None:
+        """A kept plan that fits the followed parameters, bound to this step's gradients.
 
-        ``state`` is None where nobody can have replaced anything in it.
+        Args:
+            groups: the followed ones.
+            gradients: one per followed parameter; None for their own.
+            state: the optimizer's; None where nobody can have replaced anything in it.
         """
-        plan = self._plans.get(key)
-        if plan is None or (state is not None and not plan.still_describes(state)):
+        if gradients is None:
+            # Most steps are like the one before: try its plan before a list of gradients is made.
+            if self._plans:
+                key = next(reversed(self._plans))
+                plan = self._plans[key]
+                if key[1] == _signature(groups) and (state is None or plan.still_describes(state)) and plan.bind(None):
+                    return plan
+            gradients = own_gradients(self._parameters)
+        key = _key(groups, gradients)
+        found = self._plans.get(key)
+        if found is None or not (state is None or found.still_describes(state)) or not found.bind(gradients):
             return None
         self._plans.move_to_end(key)
-        return plan
+        return found
 
-    def keep(self, key: Any, plan: StepPlan) -> None:
+    def keep(self, groups: list[dict[str, Any]], gradients: list[Tensor | None], plan: StepPlan) -> None:
+        """Keep a plan for later steps whose gradients are present and absent in the same places."""
+        pairs = zip(self._parameters, gradients, strict=True)
+        plan.idle = [parameter for parameter, gradient in pairs if gradient is None]
+        key = _key(groups, gradients)
         self._plans[key] = plan
         self._plans.move_to_end(key)
         while len(self._plans) > _KEPT_PLANS:

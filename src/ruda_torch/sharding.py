@@ -159,8 +159,9 @@ class Ranks:
             count: number of groups.
             device: where the rows are.
         """
-        factors = torch.tensor([self._counts[id(parameter)][2] for parameter in parameters], dtype=torch.float64)
-        lengths = torch.zeros(count, dtype=torch.int64).index_add_(0, groups, rows)
+        known = [self._counts[id(parameter)][2] for parameter in parameters]
+        factors = torch.tensor(known, dtype=torch.float64, device="cpu")
+        lengths = torch.zeros(count, dtype=torch.int64, device="cpu").index_add_(0, groups, rows)
         return Shares(factors.repeat_interleave(rows).to(device), lengths.to(device))
 
     def sum(self, numbers: Tensor) -> list[float]:

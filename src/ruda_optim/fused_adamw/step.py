@@ -307,6 +307,6 @@ def _launch(
         updates.append(AdamWUpdate(new[0], new_state, updated=True))
     table = LaunchTable(memories, entries[0][0].device)
     rows = {step: row for row, step in enumerate(dict.fromkeys(steps))}
-    table.fields[Field.COEFFICIENTS] = torch.tensor([rows[step] for step in steps])
+    table.fields[Field.COEFFICIENTS] = torch.tensor([rows[step] for step in steps], device="cpu")
     adamw_scaled(table, coefficient_table(list(rows)), steps[0].inverse_scale, clip_factor)
     return updates

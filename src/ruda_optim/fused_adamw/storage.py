@@ -20,8 +20,14 @@ from .errors import DifferentDevice, InvalidTensor, ShapeMismatch
 from .kernels import Availability as Availability
 from .kernels import Kernels as Kernels
 from .kernels import available as available
+from .kernels import host
 from .kernels import select as select
-from .kernels import table_operators
+from .kernels.host import COEFFICIENTS as COEFFICIENTS
+from .kernels.host import CoefficientRows as CoefficientRows
+from .kernels.host import advance_steps as advance_steps
+from .kernels.host import count_gradients as count_gradients
+from .kernels.host import same_objects as same_objects
+from .kernels.library import operators
 from .kernels.tables import GRADIENT_DTYPES as GRADIENT_DTYPES
 from .kernels.tables import Field as Field
 from .kernels.tables import Flag as Flag
@@ -36,9 +42,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .options import StepCoefficients
-
-COEFFICIENTS = 8
-"""FP32 numbers per row of the coefficient table."""
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
@@ -59,7 +62,7 @@ def cpu_level() -> str:
         ImportError: the package was built without the operator.
         RuntimeError: the processor is too old, or ``RUDA_CPU_LEVEL`` names no level of this machine.
     """
-    level = int(table_operators().cpu_level.default(torch.empty(0)))
+    level = int(operators().cpu_level.default(torch.empty(0, device="cpu")))
     return f"x86-64-v{level}" if level else "plain (no x86-64 level)"
 
 
@@ -111,74 +114,59 @@ def adamw_scaled(
 
 def coefficient_table(steps: Sequence[StepCoefficients]) -> Tensor:
     """The FP32 ``(len(steps), 8)`` host tensor that :func:`adamw_scaled` reads."""
-    return torch.tensor([step[:COEFFICIENTS] for step in steps], dtype=torch.float32).view(-1, COEFFICIENTS)
+    rows = [step[:COEFFICIENTS] for step in steps]
+    return torch.tensor(rows, dtype=torch.float32, device="cpu").view(-1, COEFFICIENTS)
 
 
 class TensorWatch:
-    """Notices when tensors change under the same object, as ``tensor.data = ...`` does.
+    """Remembers what tensors look like, so that :func:`bind_gradients` notices ``tensor.data = ...`` and the like.
 
     Args:
-        parameters: strided tensors, not held. :func:`bind_gradients` compares memory, shape, strides, dtype and device.
-        state: strided tensors, held. :meth:`holds` compares memory and size.
+        parameters: strided tensors, not held. Memory, shape, strides, dtype and device are compared.
+        state: tensors with memory, held. Memory and size are compared.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], state: Sequence[Tensor]) -> None:
-        self._operators = table_operators()
-        self._any = torch.empty(0)
-        self.number = int(self._operators.watch_tensors.default(parameters, state)) if parameters else 0
-        if self.number:
-            finalizer = weakref.finalize(self, self._operators.unwatch.default, self._any, self.number)
+    def __init__(self, parameters: list[Tensor], state: list[Tensor]) -> None:
+        self.parameters = len(parameters)
+        self.records = host.record_tensors(parameters)
+        self.state = int(operators().watch_tensors.default(state, host.torch_objects(state))) if state else 0
+        if self.state:
+            finalizer = weakref.finalize(self, operators().unwatch.default, torch.empty(0, device="cpu"), self.state)
             finalizer.atexit = False
 
-    def holds(self) -> bool:
-        """True while every state tensor has the memory that it had when the watch began."""
-        return not self.number or bool(self._operators.watch_holds.default(self._any, self.number))
 
-
-PARAMETER_CHANGED = -2
-"""Returned by :func:`bind_gradients` when a parameter is no longer as its watch describes it."""
+CHANGED = -2
+"""Returned by :func:`bind_gradients` when parameters or state are no longer as their watch describes them."""
 
 
 def bind_gradients(
     table: LaunchTable,
     watch: TensorWatch,
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
+    parameters: list[Tensor],
+    gradients: list[Tensor] | None = None,
     start: int = 0,
 ) -> int:
     """Take over the addresses of this step's gradients, checking every tensor.
 
     Args:
         table: built for these tensors, in this order.
-        watch: of the same parameters.
-        parameters, gradients: one of each per table column.
+        watch: of the same parameters, and of the state that the table points into.
+        parameters: one per table column.
+        gradients: one per table column; None for the parameters' own ``.grad``.
         start: the first column to look at.
 
     Returns:
-        -1 when every column is bound; :data:`PARAMETER_CHANGED` when the table is out of date; else the first column
-        whose gradient is not flat memory laid out like its parameter, of the dtype that the table says. Settle it with
-        :meth:`LaunchTable.set_gradient`, then go on from the next column.
+        -1 when every column is bound; :data:`CHANGED` when the table is out of date; else the first column whose
+        gradient is absent, lazily negated, not of the dtype that the table says, or not flat memory laid out like its
+        parameter. Settle it with :meth:`LaunchTable.set_gradient`, then go on from the next column.
     """
-    return int(table_operators().bind_gradients.default(table.fields, watch.number, parameters, gradients, start))
-
-
-def assign_coefficients(table: LaunchTable, groups: Tensor, pairs: Tensor) -> int:
-    """Give every tensor its coefficient row: tensors with the same group and step counter share one.
-
-    Args:
-        table: every column has a ``Field.STEP`` counter on the host.
-        groups: int64 ``(n,)``, the group of each column.
-        pairs: int64 ``(n, 2)``, written: (group, completed steps) of each coefficient row.
-
-    Returns:
-        The number of coefficient rows; the rest of ``pairs`` is not touched.
-    """
-    return int(table_operators().assign_coefficients.default(table.fields, groups, pairs))
-
-
-def advance_steps(table: LaunchTable) -> None:
-    """Count the update that was just launched in every ``Field.STEP`` counter; the moments now hold values."""
-    table_operators().advance_steps.default(table.fields)
+    given = len(table) if gradients is None else len(gradients)
+    if not len(parameters) == given == watch.parameters == len(table):
+        raise ShapeMismatch(
+            f"bind_gradients needs one watched parameter and one gradient per table column: {len(table)} columns, "
+            f"{watch.parameters} watched, got {len(parameters)} parameters and {given} gradients"
+        )
+    return host.bind_gradients(table, watch.records, watch.state, parameters, gradients, start)
 
 
 class StatisticsWorkspace:

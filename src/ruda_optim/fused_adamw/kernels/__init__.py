@@ -5,11 +5,10 @@ Backends never import each other, and nothing above this package names one of th
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import InvalidOption, InvalidTensor
 
@@ -102,12 +101,6 @@ def cuda_compiler(compiler: str | None = None) -> str:
     if compiler is None:
         return "nvrtc" if _availability("nvrtc").available else "ptx"
     return compiler
-
-
-@functools.cache
-def table_operators() -> Any:
-    """The C++ operators that keep a launch table's books, whatever device it describes; see :mod:`.cpu`."""
-    return importlib.import_module(".cpu", __package__).operators()
 
 
 def available() -> tuple[Availability, ...]:

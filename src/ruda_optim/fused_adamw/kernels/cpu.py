@@ -1,18 +1,14 @@
-"""The C++ operator on the CPU, and the table operators that serve every device.
-
-The library is found as a module (so an editable install, a wheel and a source tree all work) and loaded with
-``torch.ops.load_library`` on first use; importing this file loads nothing.
-"""
+"""The C++ operator on the CPU. Importing this file loads nothing; see :mod:`.library`."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import Kernels
+from .library import operators
+from .library import unavailable as unavailable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,39 +20,9 @@ if TYPE_CHECKING:
 STATISTICS_CHUNK = 65536
 
 
-def unavailable() -> str | None:
-    """Why the CPU operator cannot run, or ``None``."""
-    if _library() is None:
-        return (
-            "ruda-optim was built without its C++ operator, which the fused step needs on the CPU. Install a C++ "
-            "compiler (Debian: apt-get install g++) and reinstall: pip install "
-            "--no-build-isolation --force-reinstall ruda-optim"
-        )
-    return None
-
-
-def _library() -> str | None:
-    spec = importlib.util.find_spec(f"{__package__}._ops")
-    return None if spec is None else spec.origin
-
-
-@functools.cache
-def operators() -> Any:
-    """The namespace of C++ operators, loaded once.
-
-    Raises:
-        ImportError: the package was built without the operator.
-    """
-    reason = unavailable()
-    if reason is not None:
-        raise ImportError(reason)
-    torch.ops.load_library(_library())
-    return torch.ops.ruda_optim
-
-
 def level() -> int:
     """The instruction-set level in use: 4, 3 or 2 for x86-64-v4, v3, v2; 0 for the plain build."""
-    return int(operators().cpu_level.default(torch.empty(0)))
+    return int(operators().cpu_level.default(torch.empty(0, device="cpu")))
 
 
 def kernels() -> Kernels:

@@ -159,6 +159,7 @@ class LaunchTable:
 
     Attributes:
         fields: int64 CPU tensor of shape ``(len(Field), n)``.
+        address: of its memory.
         layouts: flat int64 CPU tensor of layout records.
         revision: counts the changes of anything but the gradient pointers and ``Field.COEFFICIENTS``, so that a backend
             knows when its device copy is out of date.
@@ -171,10 +172,11 @@ class LaunchTable:
         self.device_cache: dict[str, object] = {}
         self._memories = list(memories)
         self._records: list[list[int] | None] = [None] * len(self._memories)
-        self.fields = torch.zeros((len(Field), len(self._memories)), dtype=torch.int64)
+        self.fields = torch.zeros((len(Field), len(self._memories)), dtype=torch.int64, device="cpu")
+        self.address = self.fields.data_ptr()
         columns = [self._column(i) for i in range(len(self._memories))]
         if columns:
-            self.fields.copy_(torch.tensor(columns, dtype=torch.int64).T)
+            self.fields.copy_(torch.tensor(columns, dtype=torch.int64, device="cpu").T)
         self._pack_layouts()
         for memory in self._memories:
             del memory.gradient  # a table must not keep gradients alive between steps
@@ -193,7 +195,7 @@ class LaunchTable:
         new[Field.COEFFICIENTS] = old[Field.COEFFICIENTS]
         new[Field.FLAGS] = new[Field.FLAGS] & ~Flag.FIRST | old[Field.FLAGS] & Flag.FIRST  # advance_steps clears FIRST
         had_record = old[Field.LAYOUT] >= 0
-        self.fields[:, index] = torch.tensor(new, dtype=torch.int64)
+        self.fields[:, index] = torch.tensor(new, dtype=torch.int64, device="cpu")
         del memory.gradient
         if had_record or self._records[index] is not None:
             self._pack_layouts()
@@ -255,4 +257,4 @@ class LaunchTable:
             if record is not None:
                 self.fields[Field.LAYOUT, index] = len(flat)
                 flat += record
-        self.layouts = torch.tensor(flat or [0], dtype=torch.int64)
+        self.layouts = torch.tensor(flat or [0], dtype=torch.int64, device="cpu")
