@@ -6,6 +6,7 @@ import gc
 import pathlib
 import re
 import weakref
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -210,6 +211,16 @@ def test_same_objects_compares_identities() -> None:
     assert storage.same_objects([a], 1, [])
     assert not storage.same_objects([a, b, c], 0, [b])
     assert not storage.same_objects([a, b], 1, [b, c]), "longer than what there is"
+
+
+def test_same_values_compares_identities_dict_by_dict() -> None:
+    a, b, c = (torch.ones(2) for _ in range(3))
+    dicts = [{"x": a, "y": b}, {}, {"x": c}]
+    assert storage.same_values(dicts, [a, b, c])
+    assert storage.same_values([defaultdict(dict, {a: dicts[0]})], dicts[:1])
+    assert storage.same_values([], [])
+    for other in ([a, b], [a, b, c, a], [a, c, b], [a, b, torch.ones(2)]):
+        assert not storage.same_values(dicts, other)
 
 
 def test_another_generation_of_dlpack_is_refused(monkeypatch) -> None:

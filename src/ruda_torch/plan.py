@@ -7,8 +7,6 @@ addresses, and lets the C++ operator fill in the gradients.
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import chain
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +22,7 @@ from ruda_optim.fused_adamw.storage import (
     bind_gradients,
     count_gradients,
     same_objects,
+    same_values,
 )
 
 from . import sharding
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
 
 _KEPT_PLANS = 4
 """A training loop that alternates between sets of active parameters (GANs, experts) needs a few plans."""
-
-_END = (object(),)
-"""Follows the last object of a sequence that is compared with another, so that a shorter one differs."""
 
 
 def same(left: list[Any], right: list[Any]) -> bool:
@@ -168,18 +164,14 @@ class StepPlan:
     def remember(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Note the optimizer state that the tables point into; call it once the state holds what was allocated."""
         self._states = [state[parameter] for parameter in self.parameters]
-        self._values = [*chain.from_iterable(map(dict.values, self._states)), *_END]
-        self._all_states = [*state.values(), *_END]
+        self._values = [value for entry in self._states for value in entry.values()]
+        self._all_states = list(state.values())
         for part in self.parts:
             part.watch()
 
     def still_describes(self, state: dict[Tensor, dict[str, Any]]) -> bool:
         """True if the state consists of the very tensors that the tables were built from; ``bind`` looks inside."""
-        # The end marker stands for a comparison of lengths, which would need the lists.
-        values = chain.from_iterable(map(dict.values, self._states))
-        return all(map(is_, chain(state.values(), _END), self._all_states)) and all(
-            map(is_, chain(values, _END), self._values)
-        )
+        return same_values([state], self._all_states) and same_values(self._states, self._values)
 
 
 def split(members: list[Member], memories: list[TensorMemory]) -> list[Part]:

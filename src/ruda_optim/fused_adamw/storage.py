@@ -27,6 +27,7 @@ from .kernels.host import CoefficientRows as CoefficientRows
 from .kernels.host import advance_steps as advance_steps
 from .kernels.host import count_gradients as count_gradients
 from .kernels.host import same_objects as same_objects
+from .kernels.host import same_values as same_values
 from .kernels.library import operators
 from .kernels.tables import GRADIENT_DTYPES as GRADIENT_DTYPES
 from .kernels.tables import Field as Field

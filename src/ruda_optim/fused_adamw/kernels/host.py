@@ -64,6 +64,7 @@ class _Functions:
             return functools.partial(function(name, number, ctypes.c_void_p, *arguments), reader)
 
         self.same_objects = function("ruda_same_objects", ctypes.c_bool, lists, number, lists)
+        self.same_values = function("ruda_same_values", ctypes.c_bool, lists, lists)
         self.count_gradients = reading("ruda_count_gradients", lists)
         self.record_tensors = reading("ruda_record_tensors", lists, memory)
         self.assign_coefficients = function("ruda_assign_coefficients", number, memory, number, memory, memory)
@@ -77,6 +78,11 @@ _functions = functools.cache(_Functions)
 def same_objects(everything: list[Any], first: int, part: list[Any]) -> bool:
     """True if ``everything[first:]`` begins with the very objects of ``part``; ``==`` would compare values."""
     return bool(_functions().same_objects(everything, first, part))
+
+
+def same_values(dicts: list[dict[Any, Any]], values: list[Any]) -> bool:
+    """True if ``values`` are the very objects that the dicts hold as values, one dict after the other."""
+    return bool(_functions().same_values(dicts, values))
 
 
 def count_gradients(tensors: list[Tensor]) -> int:

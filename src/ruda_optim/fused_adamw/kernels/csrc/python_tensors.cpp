@@ -28,7 +28,8 @@ using PyObject = struct _object;
 #define RUDA_PYTHON __attribute__((weak))
 RUDA_PYTHON extern char _Py_NoneStruct;
 RUDA_PYTHON intptr_t PyList_Size(PyObject* list);
-RUDA_PYTHON PyObject* PyList_GetItem(PyObject* list, intptr_t index);  // borrowed
+RUDA_PYTHON PyObject* PyList_GetItem(PyObject* list, intptr_t index);                               // borrowed
+RUDA_PYTHON int PyDict_Next(PyObject* dict, intptr_t* position, PyObject** key, PyObject** value);  // borrowed
 RUDA_PYTHON PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
 RUDA_PYTHON PyObject* PyObject_CallFunctionObjArgs(PyObject* callable, ...);
 RUDA_PYTHON int PyObject_IsTrue(PyObject* object);
@@ -223,6 +224,20 @@ RUDA_EXPORT bool ruda_same_objects(PyObject* list, int64_t first, PyObject* part
     if (PyList_GetItem(list, first + i) != PyList_GetItem(part, i)) return false;
   }
   return true;
+}
+
+// True if the values of all `dicts`, one dict after the other, are the objects of `values`, all of them.
+RUDA_EXPORT bool ruda_same_values(PyObject* dicts, PyObject* values) {
+  const int64_t known = PyList_Size(values);
+  int64_t seen = 0;
+  for (int64_t i = 0, count = PyList_Size(dicts); i < count; ++i) {
+    PyObject* const dict = PyList_GetItem(dicts, i);
+    PyObject *key, *value;
+    for (intptr_t position = 0; PyDict_Next(dict, &position, &key, &value) != 0; ++seen) {
+      if (seen == known || PyList_GetItem(values, seen) != value) return false;
+    }
+  }
+  return seen == known;
 }
 
 // How many of the tensors have a gradient; -1 with an exception set.
