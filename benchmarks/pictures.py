@@ -8,6 +8,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
 
 if TYPE_CHECKING:
     import pathlib
@@ -48,6 +49,9 @@ def _ratios(found: dict[str, Any], measured: list[dict[str, Any]], path: pathlib
             ticks.append(position + (len(here) - 1) / 2)
             position += len(here) + 1
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xticks(ticks, variants)
         axis.set_ylabel("peer time / our time")

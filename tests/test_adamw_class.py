@@ -77,6 +77,20 @@ def test_hooks_run_once(fused_step, others) -> None:
             handle.remove()
 
 
+@pytest.mark.parametrize("fused_step", [False, True])
+def test_the_profiler_sees_the_step(fused_step) -> None:
+    net = model()
+    optimizer = ruda_torch.AdamW(net.parameters(), fused_step=fused_step)
+    backward(net, 0)
+    optimizer.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    optimizer.step()
+    counted = {event.key: event.count for event in profile.key_averages()}
+    assert counted["Optimizer.step#AdamW.step"] == 1
+    assert counted.get("ruda_optim::adamw_scaled", 0) == int(fused_step)
+
+
 # ------------------------------------------------------------------------------------------ values, against FP64
 
 

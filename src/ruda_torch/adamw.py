@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict, replace
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import optimizer
 
 from ruda_optim.fused_adamw import AdamWOptions, GradientGuardOptions, InvalidOption, InvalidState
 
@@ -216,6 +218,28 @@ class AdamW(torch.optim.AdamW):
                     )
         super().add_param_group(param_group)
         self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """What torch puts around ``step``: hooks, and a range for the profiler.
+
+        Opening a range that nobody records takes longer than updating a small model, so it is left out then.
+        """
+        observed = torch.optim.Optimizer.profile_hook_step(func)
+
+        @functools.wraps(func)
+        def step(self: AdamW, *args: Any, **kwargs: Any) -> Any:
+            if (
+                torch.autograd.profiler._is_profiler_enabled
+                or self._optimizer_step_pre_hooks
+                or self._optimizer_step_post_hooks
+                or optimizer._global_optimizer_pre_hooks
+                or optimizer._global_optimizer_post_hooks
+            ):
+                return observed(self, *args, **kwargs)
+            return func(self, *args, **kwargs)
+
+        return step
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.

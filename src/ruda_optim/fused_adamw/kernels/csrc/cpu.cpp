@@ -158,8 +158,7 @@ void adamw_scaled(Tensor fields, Tensor layouts, Tensor coefficients, double inv
   });
 }
 
-// One row per `chunk` elements of each tensor, in table order. Each thread walks its rows backwards, so that the update,
-// which walks forwards, starts on gradients that are still in cache.
+// One row per `chunk` elements of each tensor, in table order.
 void analyze_gradient(Tensor fields, Tensor layouts, Tensor rows, int64_t chunk, double inverse_scale) {
   const TableView table = view(fields, layouts);
   std::vector<int64_t> first_row(static_cast<size_t>(table.count) + 1);
@@ -174,10 +173,10 @@ void analyze_gradient(Tensor fields, Tensor layouts, Tensor rows, int64_t chunk,
   const StatisticsArguments arguments{static_cast<float>(inverse_scale), prefetch()};
   const CpuLoops& kernels = loops();
   const auto body = [&](int64_t first, int64_t last) {
-    int64_t i = std::upper_bound(first_row.begin(), first_row.end(), last - 1) - first_row.begin() - 1;
-    for (int64_t row = last - 1; row >= first; --row) {
-      while (row < first_row[i]) --i;
-      if (i > 0) ask_for_start(table, i - 1, kGrad);
+    int64_t i = std::upper_bound(first_row.begin(), first_row.end(), first) - first_row.begin() - 1;
+    for (int64_t row = first; row < last; ++row) {
+      while (row >= first_row[i + 1]) ++i;
+      if (row == first_row[i] && i + 1 < table.count) ask_for_start(table, i + 1, kGrad);
       const int64_t begin = (row - first_row[i]) * chunk;
       const int64_t end = std::min(begin + chunk, table.at(kNumel, i));
       out[row] = kernels.analyze(table, i, begin, end, arguments);
