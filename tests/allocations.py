@@ -23,7 +23,7 @@ class Recorded(NamedTuple):
 
 def record(call: Callable[[], Any]) -> Recorded:
     """Run ``call`` under the profiler."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         result = call()
     events = profiler.profiler.kineto_results.events()
     allocations = [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]

@@ -309,6 +309,11 @@ def _lerp_roundings(beta: float) -> float:
     return 2 * beta + abs((1.0 - float(np.float32(c))) - beta) / U
 
 
+def _carried(beta: float) -> float:
+    """The share of an old moment's error that stays: of a tiny beta, 1 - FP32(1 - beta) may be many times U larger."""
+    return max(beta, 1.0 - float(np.float32(1.0 - beta)))
+
+
 def _propagate(
     case: Case,
     p: Array,
@@ -348,8 +353,8 @@ def _propagate(
         m_round, v_round = 3 * (b1 * np.abs(m_old) + c1 * g), 3 * (b2 * v_old + c2 * gg)
     else:
         m_round, v_round = _lerp_roundings(b1) * np.abs(signed - m_old), _lerp_roundings(b2) * np.abs(gg - v_old)
-    e_m = b1 * e_m + c1 * e_g + U * (m_round + np.abs(new.first_moment)) + 2 * TINY
-    e_v = b2 * e_v + c2 * e_gg + U * (v_round + new.second_moment) + 2 * TINY
+    e_m = _carried(b1) * e_m + c1 * e_g + U * (m_round + np.abs(new.first_moment)) + 2 * TINY
+    e_v = _carried(b2) * e_v + c2 * e_gg + U * (v_round + new.second_moment) + 2 * TINY
     v_used, e_used = new.second_moment, e_v
     if new.max_second_moment is not None:  # a maximum is as wrong as the worse of its arguments
         e_max = np.maximum(e_max, e_v)

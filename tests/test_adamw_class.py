@@ -83,7 +83,7 @@ def test_the_profiler_sees_the_step(fused_step) -> None:
     optimizer = ruda_torch.AdamW(net.parameters(), fused_step=fused_step)
     backward(net, 0)
     optimizer.step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         optimizer.step()
     optimizer.step()
     counted = {event.key: event.count for event in profile.key_averages()}

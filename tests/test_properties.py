@@ -111,6 +111,21 @@ def test_every_step_is_the_references_within_its_bound(data):
         assert held["step"] == state.step
 
 
+def test_an_error_is_carried_by_the_rounded_beta():
+    """Found by the nightly run: 1 - FP32(1 - 1e-6) is 1.3 % more than 1e-6, and so is what is left of a huge moment."""
+    options = AdamWOptions(0.0, 1e-6, 0.5, 1e-8, 0.0)
+    follower = cases.Follower(cases.Case("tiny beta1", (1,), options=options), np.ones(1))
+    p = torch.nn.Parameter(torch.ones(1))
+    optimizer = ruda_torch.AdamW([p], 0.0, (1e-6, 0.5), 1e-8, 0.0, fused_step=True)
+    for gradient in (-2.7570e11, -2.3250, -2.3250):
+        p.grad = torch.tensor([gradient])
+        optimizer.step()
+        want = follower.step(as_fp64(p.grad))
+        held = optimizer.state[p]
+        actual = {"parameter": p, "exp_avg": held["exp_avg"], "exp_avg_sq": held["exp_avg_sq"]}
+        cases.check(follower.case, want, actual)
+
+
 def overflows(previous, value, state, options):
     """Whether a number on the way to this result leaves FP32's range, so that FP64 says nothing about it."""
     decay = 1.0 + options.learning_rate * options.weight_decay
