@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -326,3 +327,52 @@ def test_a_parameter_may_leave_and_return() -> None:
         untouched.step()
         for found, wanted in zip(values_of(module, optimizer), values_of(twin, untouched), strict=True):
             assert torch.equal(found, wanted)
+
+
+class Doubled(torch.nn.Parameter):
+    """Its gradient is computed when somebody asks, so nobody else owns it."""
+
+    @property
+    def grad(self):
+        own = torch.Tensor.grad.__get__(self)
+        return None if own is None else own * 2.0
+
+    @grad.setter
+    def grad(self, value):
+        torch.Tensor.grad.__set__(self, value)
+
+
+@pytest.mark.parametrize("view", [lambda g: g, lambda g: g.t().contiguous().t()], ids=["flat", "strided"])
+def test_a_computed_gradient_lives_until_the_update(view) -> None:
+    shape = (256, 512)
+    left, right = (kind(torch.ones(shape)) for kind in (torch.nn.Parameter, Doubled))
+    plain, computed = (ruda_torch.AdamW([p], fused_step=True, max_grad_norm=0.5, **STRONG) for p in (left, right))
+    for seed in range(4):
+        gradient = view(torch.from_numpy(gradient_for(shape, seed)))
+        left.grad, right.grad = gradient * 2.0, gradient
+        plain.step()
+        computed.step()
+        assert same_bits(left, right)
+
+
+def test_no_gradient_is_kept_between_steps() -> None:
+    parameter = torch.nn.Parameter(torch.ones(5))
+    optimizer = ruda_torch.AdamW([parameter], fused_step=True)
+    for _ in range(3):
+        parameter.grad = torch.ones(5)
+        alive = weakref.ref(parameter.grad)
+        optimizer.step()
+        parameter.grad = None
+        assert alive() is None
+
+
+def test_an_empty_parameter_that_is_given_elements_is_noticed() -> None:
+    parameter, other = torch.nn.Parameter(torch.empty(0)), torch.nn.Parameter(torch.ones(2))
+    optimizer = ruda_torch.AdamW([parameter, other], fused_step=True)
+    for _ in range(2):
+        parameter.grad, other.grad = torch.empty(0), torch.ones(2)
+        optimizer.step()
+    parameter.data = torch.zeros(3)
+    parameter.grad = torch.ones(3)
+    with pytest.raises(ShapeMismatch, match=r"exp_avg of parameter 0 of group 0 must have .* \(3,\), got \(0,\)"):
+        optimizer.step()

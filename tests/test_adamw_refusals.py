@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 import warnings
 
 import numpy as np
@@ -227,3 +229,16 @@ def test_a_custom_backward_can_return_a_negated_gradient() -> None:
     optimizer.step()
     assert not same_bits(before, parameter)
     assert (as_array(optimizer.state[parameter]["exp_avg"]) < 0.09).all()
+
+
+def test_parameters_that_cannot_be_followed_are_refused_at_every_step(monkeypatch) -> None:
+    """Not at the first one alone: the second would clip by this rank's norm."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", types.ModuleType("torch.distributed.fsdp"))
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter._fsdp_flattened = True
+    parameter.grad = torch.ones(3)
+    optimizer = ruda_torch.AdamW([parameter], fused_step=True, max_grad_norm=1.0)
+    for _ in range(3):
+        with pytest.raises(InvalidTensor, match="FSDP1"):
+            optimizer.step()
+    assert (parameter == 1).all()

@@ -183,6 +183,10 @@ def test_bind_gradients_takes_the_parameters_own() -> None:
     assert storage.count_gradients(parameters) == 4
     assert storage.bind_gradients(table, watch, parameters) == -1
     assert table.fields[Field.GRAD].tolist() == [parameter.grad.data_ptr() for parameter in parameters]
+    assert storage.bind_gradients(table, watch, tuple(parameters), tuple(p.grad for p in parameters)) == -1
+    held = [None] * 4
+    assert storage.bind_gradients(table, watch, parameters, held=held) == -1
+    assert all(gradient is parameter.grad for gradient, parameter in zip(held, parameters, strict=True))
     parameters[2].grad = None
     assert storage.count_gradients(parameters) == 3
     assert storage.bind_gradients(table, watch, parameters) == 2
@@ -256,6 +260,19 @@ def test_set_gradient_back_and_forth() -> None:
     table.set_gradient(3, gradients[3])
     assert torch.equal(table.fields, clean)
     assert storage.bind_gradients(table, watch, parameters, gradients) == -1
+
+
+def test_a_strided_gradient_that_stays_the_same_changes_nothing() -> None:
+    """Else every step would pack all layouts anew for each such tensor, and a device would fetch its table again."""
+    table, _, gradients = bindable()
+    for index in range(4):
+        table.set_gradient(index, to_torch(as_array(gradients[index]), "float32", "every second"))
+    revision, layouts, fields = table.revision, table.layouts, table.fields.clone()
+    for index in range(4):
+        table.set_gradient(index, to_torch(as_array(gradients[index]), "float32", "every second"))
+    assert table.revision == revision
+    assert table.layouts is layouts
+    assert torch.equal(table.fields[Field.LAYOUT], fields[Field.LAYOUT])
 
 
 def test_set_gradient_keeps_what_the_steps_have_made() -> None:

@@ -137,8 +137,11 @@ class CapturableStep(FusedStep):
         if not plan.parts:
             return StepReport(skipped=False, grad_norm=math.nan, clip_factor=1.0, groups=len(groups))
         (part,) = plan.parts
-        self._upload(groups, rows, part.table.device)
-        return self._launch(plan, part, len(groups), grad_scale, found_inf)
+        try:
+            self._upload(groups, rows, part.table.device)
+            return self._launch(plan, part, len(groups), grad_scale, found_inf)
+        finally:
+            plan.release()
 
     def _launch(
         self,

@@ -163,9 +163,12 @@ class FusedStep:
             return _skipped(len(groups))
         plan = self._find(groups, state, gradients, targets, state_shown)
         if plan is not None:
-            report = self._analyze(plan.parts, plan.parameters, len(groups), control, reduction)
-            if not report.skipped:
-                self._update(plan, options, control, report.clip_factor)
+            try:
+                report = self._analyze(plan.parts, plan.parameters, len(groups), control, reduction)
+                if not report.skipped:
+                    self._update(plan, options, control, report.clip_factor)
+            finally:
+                plan.release()
             return report
         gradients = own_gradients(parameters) if gradients is None else gradients
         where = partial(describe_position, groups)

@@ -50,6 +50,7 @@ class Part:
         positions: where their gradients stand in the plan's list.
         groups: int64 ``(n,)``, the parameter group of each column.
         coefficients: the rows that they share.
+        bound: the gradients of this step, held until its launches were made; see :meth:`StepPlan.release`.
     """
 
     def __init__(self, members: list[Member], positions: list[int], memories: list[TensorMemory]) -> None:
@@ -60,6 +61,7 @@ class Part:
         self._watch = TensorWatch([], [])
         self.groups = torch.tensor([member.group for member in members], dtype=torch.int64, device="cpu")
         self.coefficients = CoefficientRows(self.table, self.groups)
+        self.bound: list[Any] = []
         self._group_rows: dict[int, dict[int, tuple[int, int]]] = {}
         self._shares: dict[tuple[int, int], sharding.Shares] = {}
         self._sharded = any(sharding.is_sharded(member.target) for member in members)
@@ -74,14 +76,17 @@ class Part:
         """Take over this step's gradients (None: the parameters' own); False if the table is out of date."""
         if self._sharded and not same(self._parts(), self._parameters):  # a DTensor stays while its part is replaced
             return False
-        column = bind_gradients(self.table, self._watch, self._parameters, gradients)
+        held: list[Any] = [None] * len(self.members)
+        column = bind_gradients(self.table, self._watch, self._parameters, gradients, 0, held)
         while column >= 0:
             member = self.members[column]
             gradient = member.parameter.grad if gradients is None else gradients[column]
             if gradient is None:
                 return False
-            self.table.set_gradient(column, check_gradient(member.where, member.parameter, gradient))
-            column = bind_gradients(self.table, self._watch, self._parameters, gradients, column + 1)
+            held[column] = check_gradient(member.where, member.parameter, gradient)
+            self.table.set_gradient(column, held[column])
+            column = bind_gradients(self.table, self._watch, self._parameters, gradients, column + 1, held)
+        self.bound = held
         return column != CHANGED
 
     def _parts(self) -> list[Tensor]:
@@ -138,22 +143,40 @@ class StepPlan:
         self._all_states: list[Any] = []
 
     def bind(self, gradients: list[Tensor | None] | None) -> bool:
-        """Take over this step's gradients; False if this plan is not one for them.
+        """Take over this step's gradients, and hold them until :meth:`release`; False if this plan is not one for them.
 
         Args:
             gradients: one per parameter of the optimizer, None where it has none: the pattern that this plan was kept
                 for. None for the parameters' own; their pattern is looked at here.
         """
+        bound = False
+        try:
+            bound = self._fits(gradients) and all(part.bind(self._of(part, gradients)) for part in self.parts)
+        finally:
+            if not bound:
+                self.release()
+        return bound
+
+    def _fits(self, gradients: list[Tensor | None] | None) -> bool:
+        """What no part looks at: empty parameters, and which of the parameters have a gradient of their own."""
+        if any(sharding.local(member.target).numel() for member in self.empty):
+            return False
+        if gradients is not None:
+            return True
+        empty = [member.parameter for member in self.empty]
+        return not (self.idle and count_gradients(self.idle)) and (not empty or count_gradients(empty) == len(empty))
+
+    def _of(self, part: Part, gradients: list[Tensor | None] | None) -> list[Tensor] | None:
+        """A part's share of the gradients."""
         if gradients is None:
-            empty = [member.parameter for member in self.empty]
-            if (self.idle and count_gradients(self.idle)) or (empty and count_gradients(empty) != len(empty)):
-                return False
-            return all(part.bind(None) for part in self.parts)
+            return None
         present = [gradient for gradient in gradients if gradient is not None]
-        return all(
-            part.bind(present if len(part.positions) == len(present) else [present[i] for i in part.positions])
-            for part in self.parts
-        )
+        return present if len(part.positions) == len(present) else [present[i] for i in part.positions]
+
+    def release(self) -> None:
+        """Let the gradients go: a plan must not keep them alive between steps."""
+        for part in self.parts:
+            part.bound = []
 
     def commit(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Hand what was allocated over to the optimizer, now that it holds values."""
@@ -230,17 +253,18 @@ class PlanCache:
         """
         first = 0
         for group in groups:
-            params = group["params"]
-            if not same_objects(self._parameters, first, params if isinstance(params, list) else list(params)):
+            if not same_objects(self._parameters, first, group["params"]):
                 break
-            first += len(params)
+            first += len(group["params"])
         else:
             if first == len(self._parameters):
                 return self._ranks
         self.forget()
         self.in_modules.clear()
-        self._parameters = [parameter for group in groups for parameter in group["params"]]
-        self._ranks = sharding.find(self._parameters, guarded=self._guarded)
+        self._parameters = []  # followed once the ranks are known: until then every step raises what the first one does
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        self._ranks = sharding.find(parameters, guarded=self._guarded)
+        self._parameters = parameters
         return self._ranks
 
     def find(

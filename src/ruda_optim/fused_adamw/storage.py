@@ -12,7 +12,7 @@ for bit.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,7 @@ from .kernels import select as select
 from .kernels.host import COEFFICIENTS as COEFFICIENTS
 from .kernels.host import CoefficientRows as CoefficientRows
 from .kernels.host import advance_steps as advance_steps
+from .kernels.host import as_list
 from .kernels.host import count_gradients as count_gradients
 from .kernels.host import same_objects as same_objects
 from .kernels.host import same_values as same_values
@@ -127,9 +128,9 @@ class TensorWatch:
         state: tensors with memory, held. Memory and size are compared.
     """
 
-    def __init__(self, parameters: list[Tensor], state: list[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], state: Sequence[Tensor]) -> None:
         self.parameters = len(parameters)
-        self.records = host.record_tensors(parameters)
+        self.records = host.record_tensors(as_list(parameters))
         self.state = int(operators().watch_tensors.default(state, host.torch_objects(state))) if state else 0
         if self.state:
             finalizer = weakref.finalize(self, operators().unwatch.default, torch.empty(0, device="cpu"), self.state)
@@ -143,9 +144,10 @@ CHANGED = -2
 def bind_gradients(
     table: LaunchTable,
     watch: TensorWatch,
-    parameters: list[Tensor],
-    gradients: list[Tensor] | None = None,
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor] | None = None,
     start: int = 0,
+    held: list[Any] | None = None,
 ) -> int:
     """Take over the addresses of this step's gradients, checking every tensor.
 
@@ -154,7 +156,9 @@ def bind_gradients(
         watch: of the same parameters, and of the state that the table points into.
         parameters: one per table column.
         gradients: one per table column; None for the parameters' own ``.grad``.
-        start: the first column to look at.
+        start: the first column to look at. Watched state is looked at when it is 0.
+        held: one entry per column, overwritten with the gradients. Keep it until the kernels were launched: a computed
+            ``.grad`` has no other owner. None where the caller holds them anyway.
 
     Returns:
         -1 when every column is bound; :data:`CHANGED` when the table is out of date; else the first column whose
@@ -167,7 +171,15 @@ def bind_gradients(
             f"bind_gradients needs one watched parameter and one gradient per table column: {len(table)} columns, "
             f"{watch.parameters} watched, got {len(parameters)} parameters and {given} gradients"
         )
-    return host.bind_gradients(table, watch.records, watch.state, parameters, gradients, start)
+    return host.bind_gradients(
+        table,
+        watch.records,
+        watch.state,
+        as_list(parameters),
+        None if gradients is None else as_list(gradients),
+        [None] * len(table) if held is None else held,
+        start,
+    )
 
 
 class StatisticsWorkspace:

@@ -16,7 +16,7 @@ from ..errors import ShapeMismatch
 from . import library
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -69,15 +69,22 @@ class _Functions:
         self.record_tensors = reading("ruda_record_tensors", lists, memory)
         self.assign_coefficients = function("ruda_assign_coefficients", number, memory, number, memory, memory)
         self.advance_steps = function("ruda_advance_steps", None, memory, number)
-        self.bind_gradients = reading("ruda_bind_gradients", memory, memory, number, number, lists, lists, number)
+        self.bind_gradients = reading(
+            "ruda_bind_gradients", memory, memory, number, number, lists, lists, lists, number
+        )
 
 
 _functions = functools.cache(_Functions)
 
 
-def same_objects(everything: list[Any], first: int, part: list[Any]) -> bool:
+def as_list(items: Sequence[Any]) -> list[Any]:
+    """The C++ functions read lists, nothing else."""
+    return items if isinstance(items, list) else list(items)
+
+
+def same_objects(everything: list[Any], first: int, part: Sequence[Any]) -> bool:
     """True if ``everything[first:]`` begins with the very objects of ``part``; ``==`` would compare values."""
-    return bool(_functions().same_objects(everything, first, part))
+    return bool(_functions().same_objects(everything, first, as_list(part)))
 
 
 def same_values(dicts: list[dict[Any, Any]], values: list[Any]) -> bool:
@@ -85,12 +92,12 @@ def same_values(dicts: list[dict[Any, Any]], values: list[Any]) -> bool:
     return bool(_functions().same_values(dicts, values))
 
 
-def count_gradients(tensors: list[Tensor]) -> int:
+def count_gradients(tensors: Sequence[Tensor]) -> int:
     """How many tensors have a ``.grad``."""
-    return _functions().count_gradients(tensors)
+    return _functions().count_gradients(as_list(tensors))
 
 
-def torch_objects(tensors: list[Tensor]) -> Tensor:
+def torch_objects(tensors: Sequence[Tensor]) -> Tensor:
     """Where torch's own objects behind the tensors lie: int64 ``(n, 2)``, tensor and storage. Only ever prefetched."""
     addresses = [(tensor._cdata, tensor.untyped_storage()._cdata) for tensor in tensors]
     return torch.tensor(addresses, dtype=torch.int64, device="cpu").view(-1, 2)
@@ -114,11 +121,12 @@ def bind_gradients(
     watch: int,
     parameters: list[Tensor],
     gradients: list[Tensor] | None,
+    held: list[Any],
     start: int,
 ) -> int:
     """See :func:`ruda_optim.fused_adamw.storage.bind_gradients`; the lists have one entry per table column."""
     return _functions().bind_gradients(
-        table.address, records.data_ptr(), len(table), watch, parameters, gradients, start
+        table.address, records.data_ptr(), len(table), watch, parameters, gradients, held, start
     )
 
 
@@ -143,7 +151,7 @@ class CoefficientRows:
         self._table, self._groups = table, groups
         self._pairs = (ctypes.c_int64 * (2 * len(table)))()
         self._rows = torch.empty((0, COEFFICIENTS), dtype=torch.float32, device="cpu")
-        self._numbers: Any = ()
+        self._numbers: Any = (ctypes.c_float * 0)()
 
     def assign(self) -> list[tuple[int, int]]:
         """Give every tensor its row: tensors with the same group and step counter share one.

@@ -190,16 +190,17 @@ class LaunchTable:
         """Describe a gradient (checked) whose dtype or layout differs from what column ``index`` says."""
         memory = self._memories[index]
         memory.gradient = gradient
-        old = self.fields[:, index].tolist()
+        old, old_record = self.fields[:, index].tolist(), self._records[index]
         new = self._column(index)
         new[Field.COEFFICIENTS] = old[Field.COEFFICIENTS]
         new[Field.FLAGS] = new[Field.FLAGS] & ~Flag.FIRST | old[Field.FLAGS] & Flag.FIRST  # advance_steps clears FIRST
-        had_record = old[Field.LAYOUT] >= 0
+        new[Field.LAYOUT] = old[Field.LAYOUT]  # until the record changes
         self.fields[:, index] = torch.tensor(new, dtype=torch.int64, device="cpu")
         del memory.gradient
-        if had_record or self._records[index] is not None:
+        if self._records[index] != old_record:
+            self.fields[Field.LAYOUT, index] = -1
             self._pack_layouts()
-        if new[Field.FLAGS] != old[Field.FLAGS] or had_record:
+        if new[Field.FLAGS] != old[Field.FLAGS] or self._records[index] != old_record:
             self.revision += 1
 
     def statistics_rows(self, chunk: int) -> int:

@@ -28,7 +28,8 @@ using PyObject = struct _object;
 #define RUDA_PYTHON __attribute__((weak))
 RUDA_PYTHON extern char _Py_NoneStruct;
 RUDA_PYTHON intptr_t PyList_Size(PyObject* list);
-RUDA_PYTHON PyObject* PyList_GetItem(PyObject* list, intptr_t index);                               // borrowed
+RUDA_PYTHON PyObject* PyList_GetItem(PyObject* list, intptr_t index);            // borrowed
+RUDA_PYTHON int PyList_SetItem(PyObject* list, intptr_t index, PyObject* item);  // takes the item over
 RUDA_PYTHON int PyDict_Next(PyObject* dict, intptr_t* position, PyObject** key, PyObject** value);  // borrowed
 RUDA_PYTHON PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
 RUDA_PYTHON PyObject* PyObject_CallFunctionObjArgs(PyObject* callable, ...);
@@ -141,9 +142,9 @@ bool bind(const Reader& reader, const TableView& table, int64_t i, Record& recor
       (flags & kStrided) || g.data == nullptr || !same_layout(g, record, sizes)) {
     return false;
   }
-  // Asking whether a gradient is negated costs as much as all the rest, so it is asked once for each gradient. Addresses
-  // of a dead one may come back, all three at once, as a negated one's; but no public function makes one that is flat,
-  // except of a single element.
+  // Asking whether a gradient is negated costs as much as all the rest, so it is asked once for each gradient: object,
+  // tensor and memory. Its successor may have the three addresses of a dead one; to be negated and flat as well, with
+  // more than one element, it must have been made by as_strided over a conjugate.
   const int64_t pointer = address_of(g);
   const int64_t object = reinterpret_cast<int64_t>(gradient);
   const int64_t inside = reinterpret_cast<int64_t>(g.shape);
@@ -162,7 +163,7 @@ bool bind(const Reader& reader, const TableView& table, int64_t i, Record& recor
 
 // Binds the columns from `start` on; see ruda_bind_gradients.
 int64_t bind_columns(const Reader& reader, const TableView& table, int64_t* memory, PyObject* parameters,
-                     PyObject* gradients, int64_t start) {
+                     PyObject* gradients, PyObject* held, int64_t start) {
   Record* const records = reinterpret_cast<Record*>(memory);
   const bool own = is_none(gradients);
   for (int64_t i = start; i < table.count; ++i) {
@@ -170,6 +171,7 @@ int64_t bind_columns(const Reader& reader, const TableView& table, int64_t* memo
     Record& record = records[i];
     const int64_t* const sizes = memory + record.shape;
     PyObject* const parameter = PyList_GetItem(parameters, i);
+    if (parameter == nullptr) return i;  // an exception is set: the list has become shorter
     DLTensor p;
     if (!reader.describe(parameter, &p) || address_of(p) != record.data || dtype_of(p) != record.dtype ||
         !same_layout(p, record, sizes)) {
@@ -179,8 +181,7 @@ int64_t bind_columns(const Reader& reader, const TableView& table, int64_t* memo
     if (gradient == nullptr) return i;  // an exception is set
     if (!own) Py_IncRef(gradient);
     const bool bound = bind(reader, table, i, record, sizes, gradient);
-    Py_DecRef(gradient);
-    if (!bound) return i;
+    if (PyList_SetItem(held, i, gradient) != 0 || !bound) return i;
   }
   return kBound;
 }
@@ -276,19 +277,22 @@ RUDA_EXPORT int64_t ruda_record_tensors(const ruda::Reader* reader, PyObject* te
 }
 
 // Writes the gradient pointers of the columns `start`... into the table of `count` columns. `gradients` is a list, or
-// None for the parameters' own. Returns kBound, or kChanged if parameters or watched state have other memory than the
+// None for the parameters' own; `held` receives them, so that they live until the caller drops it. Watched state is
+// looked at when `start` is 0. Returns kBound, or kChanged if parameters or watched state have other memory than the
 // table, or the first column whose gradient is absent, or not laid out like its parameter, or not of the table's dtype:
 // the caller settles that one and calls again.
 RUDA_EXPORT int64_t ruda_bind_gradients(const ruda::Reader* reader, int64_t* fields, int64_t* memory, int64_t count,
-                                        int64_t watch, PyObject* parameters, PyObject* gradients, int64_t start) {
+                                        int64_t watch, PyObject* parameters, PyObject* gradients, PyObject* held,
+                                        int64_t start) {
   using namespace ruda;
   const TableView table{fields, count, nullptr};
   int64_t found = kBound;
-  const auto bind_all = [&] { found = bind_columns(*reader, table, memory, parameters, gradients, start); };
-  const std::shared_ptr<const Watch> state = watch == 0 ? nullptr : Watch::find(watch);
-  if (state == nullptr) {
+  const auto bind_all = [&] { found = bind_columns(*reader, table, memory, parameters, gradients, held, start); };
+  if (watch == 0 || start > 0) {
     bind_all();
     return found;
   }
+  const std::shared_ptr<const Watch> state = Watch::find(watch);
+  if (state == nullptr) return kChanged;
   return holds_beside(*state, bind_all) ? found : kChanged;
 }
