@@ -72,9 +72,13 @@ def origin(name: str, report: Report) -> str:
 
 
 def pictures(name: str) -> str:
-    """The pictures that were drawn with a result file."""
-    stem = name.removesuffix(".json")
-    found = sorted(path.name for path in RESULTS.glob("*.png") if path.stem == stem or path.stem.startswith(f"{stem}-"))
+    """The pictures that were drawn with a result file, whose name theirs begin with."""
+    stems = [path.stem for path in RESULTS.glob("*.json")]
+
+    def owner(picture: str) -> str:
+        return max((stem for stem in stems if f"{picture}-".startswith(f"{stem}-")), key=len, default="")
+
+    found = sorted(path.name for path in RESULTS.glob("*.png") if owner(path.stem) == name.removesuffix(".json"))
     return "".join(f"\n![{file.removesuffix('.png')}](../benchmarks/results/{file})\n" for file in found)
 
 
