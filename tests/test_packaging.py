@@ -37,8 +37,8 @@ TORCH_2_10 = frozenset(
 # Of Python's stable ABI, whatever its version; weak, so that the library can be loaded without an interpreter.
 PYTHON = frozenset(
     """
-    PyDict_Next PyErr_Clear PyList_GetItem PyList_Size PyObject_CallFunctionObjArgs PyObject_GetAttr PyObject_IsTrue
-    Py_DecRef Py_IncRef _Py_NoneStruct
+    PyDict_Next PyErr_Clear PyList_GetItem PyList_SetItem PyList_Size PyObject_CallFunctionObjArgs PyObject_GetAttr
+    PyObject_IsTrue Py_DecRef Py_IncRef _Py_NoneStruct
     """.split()
 )
 
@@ -96,7 +96,7 @@ def test_library_exports_nothing_but_the_host_functions(library: pathlib.Path) -
         f"ruda_{name}"
         for name in (
             *("advance_steps", "assign_coefficients", "bind_gradients", "count_gradients", "record_tensors"),
-            *("same_objects", "same_values"),
+            *("same_objects", "same_values", "unwatch"),
         )
     }
 

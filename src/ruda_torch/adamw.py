@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer
 
-from ruda_optim.fused_adamw import AdamWOptions, GradientGuardOptions, InvalidOption, InvalidState
+from ruda_optim.fused_adamw import InvalidOption, InvalidState
 
 from . import checkpoint, compiled, sharding
 from .capturable import CapturableStep, CapturedReport
-from .fused import FusedStep, Settings, StepReport
+from .fused import FusedStep, StepReport
 from .members import MASTER, REMAINDER, check_parameter_dtype
+from .settings import Settings, check_group, check_settings, float_betas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,15 +92,15 @@ class AdamW(torch.optim.AdamW):
         split_master: bool = False,
     ) -> None:
         settings = Settings(hierarchical_stats, max_grad_norm, check_finite, split_master)
-        _check_settings(settings, fused_step=fused_step)
+        check_settings(settings, fused_step=fused_step)
         if fused_step:
             for name, value in (("foreach", foreach), ("fused", fused), ("differentiable", differentiable)):
                 if value:
                     raise InvalidOption(
                         f"{name}={value!r} chooses one of torch's steps; leave it out with fused_step=True"
                     )
-            betas = _float_betas(betas)
-            _check_group(0, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+            betas = float_betas(betas)
+            check_group(0, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._fused_step = bool(fused_step)
         self._capturable = bool(capturable)
         self._settings = settings
@@ -154,7 +155,7 @@ class AdamW(torch.optim.AdamW):
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
         settings = replace(self._settings, max_grad_norm=value)
-        _check_settings(settings, fused_step=self._fused_step)
+        check_settings(settings, fused_step=self._fused_step)
         self._settings = settings
         self._engine = self._new_engine(self._engine.skipped_steps)
 
@@ -205,8 +206,8 @@ class AdamW(torch.optim.AdamW):
             number = len(self.param_groups)
             betas = param_group.get("betas")
             if betas is not None:
-                param_group["betas"] = _float_betas(betas)
-            _check_group(number, {**self.defaults, **param_group})
+                param_group["betas"] = float_betas(betas)
+            check_group(number, {**self.defaults, **param_group})
             params = param_group["params"]
             params = [params] if isinstance(params, torch.Tensor) else list(params)
             param_group["params"] = params
@@ -378,58 +379,6 @@ class AdamW(torch.optim.AdamW):
             self._settings = Settings(**own)
             self._start()
             self._announce_scaling()
-
-
-def _check_settings(settings: Settings, *, fused_step: bool) -> None:
-    for name in ("hierarchical_stats", "check_finite", "split_master"):
-        value = getattr(settings, name)
-        if not isinstance(value, bool):
-            raise InvalidOption(f"{name} must be True or False, got {value!r}")
-    if not isinstance(fused_step, bool):
-        raise InvalidOption(f"fused_step must be True or False, got {fused_step!r}")
-    if settings.max_grad_norm is not None:
-        try:
-            GradientGuardOptions(max_norm=settings.max_grad_norm)
-        except InvalidOption:
-            raise InvalidOption(
-                f"max_grad_norm must be None or a finite number >= 0, got {settings.max_grad_norm!r}"
-            ) from None
-    if not fused_step:
-        for name, on in (
-            ("hierarchical_stats", settings.hierarchical_stats),
-            ("max_grad_norm", settings.max_grad_norm is not None),
-            ("split_master", settings.split_master),
-        ):
-            if on:
-                raise InvalidOption(f"{name} needs fused_step=True; torch's step does not do it")
-
-
-def _float_betas(betas: Any) -> Any:
-    """As torch wants them: it refuses an int beta, such as 0; the fused step takes it as the number it is."""
-    if not isinstance(betas, (tuple, list)):
-        return betas
-    return tuple(float(beta) if type(beta) is int else beta for beta in betas)
-
-
-def _check_group(number: int, group: dict[str, Any]) -> None:
-    """The hyperparameters of a group as the fused step will read them."""
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise InvalidOption(f"group {number}: betas must be two numbers in [0, 1), got {betas!r}")
-    values: list[Any] = []
-    for name, value in (("lr", group["lr"]), ("beta", betas[0]), ("beta", betas[1]), ("eps", group["eps"])):
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise InvalidOption(
-                    f"group {number}: {name} must be one number, got a tensor of shape {tuple(value.shape)}"
-                )
-            value = value.item()
-        values.append(value)
-    lr, beta1, beta2, epsilon = values
-    try:
-        AdamWOptions(lr, beta1, beta2, epsilon, group["weight_decay"])
-    except InvalidOption as error:
-        raise InvalidOption(f"group {number}: {error}") from None
 
 
 def _torch_step(optimizer: AdamW, closure: Callable[[], float] | None) -> float | None:

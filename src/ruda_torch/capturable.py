@@ -16,7 +16,7 @@ import torch
 from ruda_optim.fused_adamw import InvalidOption, storage
 
 from . import sharding
-from .fused import CLIP_EPSILON, FusedStep, Settings, StepReport, combined
+from .fused import CLIP_EPSILON, FusedStep, StepReport, combined
 from .members import collect, describe_position
 from .plan import StepPlan, own_gradients
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ruda_optim.fused_adamw.storage import StatisticsWorkspace
 
     from .plan import Part
+    from .settings import Settings
 
 _HYPERPARAMETERS = 8  # lr, beta1, beta2, epsilon, weight_decay, gradient_sign, max_norm (-1: none), guard epsilon
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
 
     from .adamw import AdamW
-    from .fused import Settings
+    from .settings import Settings
 
 KEY = "ruda"
 """Top-level key of a state dict under which this library's settings travel, as plain numbers."""

@@ -31,19 +31,10 @@ if TYPE_CHECKING:
     from ruda_optim.fused_adamw.storage import StatisticsWorkspace
 
     from .plan import Part
+    from .settings import Settings
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The optimizer's own settings: what torch's parameter groups do not hold. Plain numbers, so they can be saved."""
-
-    hierarchical_stats: bool = False
-    max_grad_norm: float | None = None
-    check_finite: bool = True
-    split_master: bool = False
 
 
 @dataclass

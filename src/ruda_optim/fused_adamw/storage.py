@@ -131,10 +131,9 @@ class TensorWatch:
     def __init__(self, parameters: Sequence[Tensor], state: Sequence[Tensor]) -> None:
         self.parameters = len(parameters)
         self.records = host.record_tensors(as_list(parameters))
-        self.state = int(operators().watch_tensors.default(state, host.torch_objects(state))) if state else 0
+        self.state = host.watch_tensors(state)
         if self.state:
-            finalizer = weakref.finalize(self, operators().unwatch.default, torch.empty(0, device="cpu"), self.state)
-            finalizer.atexit = False
+            weakref.finalize(self, host.unwatch, self.state).atexit = False
 
 
 CHANGED = -2

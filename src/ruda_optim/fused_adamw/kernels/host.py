@@ -68,6 +68,7 @@ class _Functions:
         self.count_gradients = reading("ruda_count_gradients", lists)
         self.record_tensors = reading("ruda_record_tensors", lists, memory)
         self.assign_coefficients = function("ruda_assign_coefficients", number, memory, number, memory, memory)
+        self.unwatch = function("ruda_unwatch", None, number)
         self.advance_steps = function("ruda_advance_steps", None, memory, number)
         self.bind_gradients = reading(
             "ruda_bind_gradients", memory, memory, number, number, lists, lists, lists, number
@@ -101,6 +102,16 @@ def torch_objects(tensors: Sequence[Tensor]) -> Tensor:
     """Where torch's own objects behind the tensors lie: int64 ``(n, 2)``, tensor and storage. Only ever prefetched."""
     addresses = [(tensor._cdata, tensor.untyped_storage()._cdata) for tensor in tensors]
     return torch.tensor(addresses, dtype=torch.int64, device="cpu").view(-1, 2)
+
+
+def watch_tensors(tensors: Sequence[Tensor]) -> int:
+    """Hold tensors and remember their memory; the number to name them by, 0 for none."""
+    return int(library.operators().watch_tensors.default(tensors, torch_objects(tensors))) if tensors else 0
+
+
+def unwatch(number: int) -> None:
+    """Let the tensors of :func:`watch_tensors` go."""
+    _functions().unwatch(number)
 
 
 def record_tensors(tensors: list[Tensor]) -> Tensor:

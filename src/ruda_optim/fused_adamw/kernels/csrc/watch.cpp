@@ -7,6 +7,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "export.h"
+
 namespace ruda {
 namespace {
 
@@ -38,16 +40,6 @@ int64_t watch_tensors(std::vector<Tensor> tensors, Tensor objects) {
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.by_number.emplace(++all.last, std::move(watch));
   return all.last;
-}
-
-void unwatch(Tensor /*any tensor: an operator without one has no dispatch key*/, int64_t number) {
-  std::shared_ptr<const Watch> last;  // dies after the lock: freeing a tensor may run any code
-  Registry& all = Registry::get();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  const auto found = all.by_number.find(number);
-  if (found == all.by_number.end()) return;
-  last = std::move(found->second);
-  all.by_number.erase(found);
 }
 
 }  // namespace
@@ -89,12 +81,21 @@ std::shared_ptr<const Watch> Watch::find(int64_t number) {
 
 }  // namespace ruda
 
-STABLE_TORCH_LIBRARY_FRAGMENT(ruda_optim, m) {
-  m.def("watch_tensors(Tensor[] tensors, Tensor objects) -> int");
-  m.def("unwatch(Tensor any, int watch) -> ()");
+// Lets the tensors of a watch go. Not an operator: a watch may end at any moment, such as while a mode of torch is on that
+// refuses operators on real tensors.
+RUDA_EXPORT void ruda_unwatch(int64_t number) {
+  using namespace ruda;
+  std::shared_ptr<const Watch> last;  // dies after the lock: freeing a tensor may run any code
+  Registry& all = Registry::get();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.by_number.find(number);
+  if (found == all.by_number.end()) return;
+  last = std::move(found->second);
+  all.by_number.erase(found);
 }
+
+STABLE_TORCH_LIBRARY_FRAGMENT(ruda_optim, m) { m.def("watch_tensors(Tensor[] tensors, Tensor objects) -> int"); }
 
 STABLE_TORCH_LIBRARY_IMPL(ruda_optim, CompositeExplicitAutograd, m) {
   m.impl("watch_tensors", TORCH_BOX(&ruda::watch_tensors));
-  m.impl("unwatch", TORCH_BOX(&ruda::unwatch));
 }
