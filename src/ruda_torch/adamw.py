@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import asdict, replace
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from . import checkpoint, compiled, sharding
 from .capturable import CapturableStep, CapturedReport
 from .fused import FusedStep, StepReport
 from .members import MASTER, REMAINDER, check_parameter_dtype
+from .plan import same
 from .settings import Settings, check_group, check_settings, float_betas
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ class AdamW(torch.optim.AdamW):
             params, grads: their memory and their gradients, possibly the graph's copies.
         """
         everything = [parameter for group in self.param_groups for parameter in group["params"]]
-        if len(everything) != len(self._parameters) or not all(map(is_, everything, self._parameters)):
+        if not same(everything, self._parameters):
             raise InvalidState(
                 "the parameter groups changed after the step was compiled; call torch.compiler.reset() and compile "
                 "again"

@@ -29,7 +29,7 @@ from .kernels.host import as_list
 from .kernels.host import count_gradients as count_gradients
 from .kernels.host import same_objects as same_objects
 from .kernels.host import same_values as same_values
-from .kernels.library import operators
+from .kernels.library import level
 from .kernels.tables import GRADIENT_DTYPES as GRADIENT_DTYPES
 from .kernels.tables import Field as Field
 from .kernels.tables import Flag as Flag
@@ -64,8 +64,8 @@ def cpu_level() -> str:
         ImportError: the package was built without the operator.
         RuntimeError: the processor is too old, or ``RUDA_CPU_LEVEL`` names no level of this machine.
     """
-    level = int(operators().cpu_level.default(torch.empty(0, device="cpu")))
-    return f"x86-64-v{level}" if level else "plain (no x86-64 level)"
+    number = level()
+    return f"x86-64-v{number}" if number else "plain (no x86-64 level)"
 
 
 def statistics_rows(table: LaunchTable) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from . import Kernels
+from .library import level as level
 from .library import operators
 from .library import unavailable as unavailable
 
@@ -18,11 +17,6 @@ if TYPE_CHECKING:
 # Gradient elements per statistics row: enough to hide the row's own cost, few enough to share the work of one large
 # tensor between threads.
 STATISTICS_CHUNK = 65536
-
-
-def level() -> int:
-    """The instruction-set level in use: 4, 3 or 2 for x86-64-v4, v3, v2; 0 for the plain build."""
-    return int(operators().cpu_level.default(torch.empty(0, device="cpu")))
 
 
 def kernels() -> Kernels:

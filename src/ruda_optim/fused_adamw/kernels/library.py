@@ -42,3 +42,8 @@ def operators() -> Any:
         raise ImportError(reason)
     torch.ops.load_library(path())
     return torch.ops.ruda_optim
+
+
+def level() -> int:
+    """The instruction-set level in use: 4, 3 or 2 for x86-64-v4, v3, v2; 0 for the plain build."""
+    return int(operators().cpu_level.default(torch.empty(0, device="cpu")))

@@ -159,7 +159,6 @@ class LaunchTable:
 
     Attributes:
         fields: int64 CPU tensor of shape ``(len(Field), n)``.
-        address: of its memory.
         layouts: flat int64 CPU tensor of layout records.
         revision: counts the changes of anything but the gradient pointers and ``Field.COEFFICIENTS``, so that a backend
             knows when its device copy is out of date.
@@ -173,7 +172,6 @@ class LaunchTable:
         self._memories = list(memories)
         self._records: list[list[int] | None] = [None] * len(self._memories)
         self.fields = torch.zeros((len(Field), len(self._memories)), dtype=torch.int64, device="cpu")
-        self.address = self.fields.data_ptr()
         columns = [self._column(i) for i in range(len(self._memories))]
         if columns:
             self.fields.copy_(torch.tensor(columns, dtype=torch.int64, device="cpu").T)
@@ -185,6 +183,11 @@ class LaunchTable:
 
     def __len__(self) -> int:
         return len(self._memories)
+
+    @property
+    def address(self) -> int:
+        """Where :attr:`fields` lies, for the C++ functions that take it without the dispatcher."""
+        return self.fields.data_ptr()
 
     def set_gradient(self, index: int, gradient: Tensor) -> None:
         """Describe a gradient (checked) whose dtype or layout differs from what column ``index`` says."""

@@ -253,8 +253,8 @@ RUDA_EXPORT int64_t ruda_count_gradients(const ruda::Reader* reader, PyObject* t
   return found;
 }
 
-// Writes one record per tensor of the list, then their sizes and strides: the caller has made room for that, and has
-// noted where each storage lies. Returns how many tensors it described; fewer than all if one has no strided memory.
+// Writes one record per tensor of the list, then their sizes and strides: the caller has made room for that, and notes
+// where each storage lies itself. Returns how many tensors it described; fewer than all if one has no strided memory.
 RUDA_EXPORT int64_t ruda_record_tensors(const ruda::Reader* reader, PyObject* tensors, int64_t* memory) {
   using namespace ruda;
   const int64_t count = PyList_Size(tensors);
