@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 SANITIZE ?= address,undefined
 # The tests that run the C++ operator in this process. The others start compilers, other processes or an interpreter of
 # kernels, which takes hours under a sanitizer and tells nothing about our C++.
-SANITIZE_TESTS ?= $(wildcard $(patsubst %,tests/test_%.py,cpu_* storage launch_table step guarded_step adamw_class \
+SANITIZE_TESTS ?= $(wildcard $(patsubst %,tests/*/test_%.py,cpu_* storage launch_table step guarded_step adamw_class \
     grad_scaler checkpoint* peer_* propert*))
 
 VENV := .venv
@@ -92,7 +92,7 @@ test: venv
 
 # 20,000 examples of each property instead of the 300 in `make test`, and new ones each time.
 test-nightly: venv
-	$(BIN)/python -m pytest --numprocesses auto --hypothesis-profile=nightly tests/test_properties.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --hypothesis-profile=nightly tests/optimizer/test_properties.py $(PYTEST_ARGS)
 
 test-integrations: venv $(VENV)/.integrations
 	$(BIN)/python -m pytest -m integration $(PYTEST_ARGS)

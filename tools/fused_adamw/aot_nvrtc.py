@@ -21,7 +21,8 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING
 
-from ruda_optim.fused_adamw.kernels import nvrtc, nvrtc_compiler
+from ruda_optim.fused_adamw.kernels.nvrtc import compiler as nvrtc_compiler
+from ruda_optim.fused_adamw.kernels.nvrtc import launch as nvrtc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -44,7 +44,7 @@ _GENERAL_UPDATE = {"registers": 96, "stack_bytes": 16}
 
 def specializations() -> list[tuple[str, Any]]:
     """(kernel name, specialization) for everything the library can ask for."""
-    from ruda_optim.fused_adamw.kernels import ptx_launch
+    from ruda_optim.fused_adamw.kernels.triton import launch as ptx_launch
 
     return [(name, one) for name, many in ptx_launch.every_specialization().items() for one in many]
 
@@ -55,7 +55,8 @@ def compile_one(name: str, specialization: Any, target: str) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ruda_optim.fused_adamw.kernels import ptx, ptx_launch
+    from ruda_optim.fused_adamw.kernels.triton import launch as ptx_launch
+    from ruda_optim.fused_adamw.kernels.triton import update as ptx
 
     if ptx_launch.interpreted(ptx.FUNCTIONS):
         raise RuntimeError("TRITON_INTERPRET is set: nothing would be compiled; unset it")
@@ -138,8 +139,8 @@ def _amd_facts(asm: dict[str, Any]) -> dict[str, int]:
 
 def expected_accesses(kernel: str, constants: dict[str, int]) -> dict[str, int] | None:
     """Vector accesses that a kernel must have, exactly; ``None`` where elements are not what it moves."""
-    from ruda_optim.fused_adamw.kernels.ptx_launch import GENERAL_KIND
     from ruda_optim.fused_adamw.kernels.tables import Flag
+    from ruda_optim.fused_adamw.kernels.triton.launch import GENERAL_KIND
 
     if kernel not in ("update", "analyze"):
         return None
@@ -167,7 +168,7 @@ def expected_accesses(kernel: str, constants: dict[str, int]) -> dict[str, int] 
 
 def problems(fact: dict[str, Any]) -> list[str]:
     """What is wrong with one compiled kernel; empty if nothing is."""
-    from ruda_optim.fused_adamw.kernels.ptx_launch import GENERAL_KIND
+    from ruda_optim.fused_adamw.kernels.triton.launch import GENERAL_KIND
 
     wrong = [f"{name} is {fact[name]}, must be 0" for name in _ABSENT if fact[name] != 0]
     ceilings = {"registers": _REGISTERS[fact["kernel"]], "stack_bytes": 0}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from cases import FIXTURE_CASES, Case, check, expected, initial_parameter, stored_gradient  # noqa: E402
 
@@ -123,7 +123,7 @@ def load(path: Path = FIXTURES, *, torch_version: str | None = None) -> list[dic
     stored: list[dict[str, Any]] = content["cases"]
     heads = [{key: entry.get(key) for key in head(FIXTURE_CASES[0])} for entry in stored]
     if heads != [head(case) for case in FIXTURE_CASES]:
-        raise FixtureError(f"{path.name} does not hold the cases of tests/cases.py; {REGENERATE}")
+        raise FixtureError(f"{path.name} does not hold the cases of tests/support/cases.py; {REGENERATE}")
     return stored
 
 

@@ -49,7 +49,7 @@ def missing_tools() -> dict[str, str | None]:
                 "nvrtc": reason, "ptx": reason}  # fmt: skip
     from fused_adamw import host_simulator
     from ruda_optim.fused_adamw import storage
-    from ruda_optim.fused_adamw.kernels import nvrtc_compiler
+    from ruda_optim.fused_adamw.kernels.nvrtc import compiler as nvrtc_compiler
 
     backends = {entry.name: None if entry.available else entry.reason for entry in storage.available()}
     found["operator"] = backends["cpu"]

@@ -6,14 +6,14 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fused_adamw.execute import DTYPES, Task
+from fused_adamw.execute import DTYPES, ROOT, Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 COMPILERS = ("nvrtc", "ptx")
-# Each line is one pytest process; the names are those of tests/test_*.py.
+# Each line is one pytest process; the names are those of tests/*/test_*.py.
 HOST = {
     "CPU operator": "cpu_kernel cpu_statistics launch_table",
     "functional API and gradient guard": "storage step guarded_step gradient_norm",
@@ -53,7 +53,7 @@ def pytest(*words: str) -> tuple[str, ...]:
 
 
 def tests(names: str) -> tuple[str, ...]:
-    return tuple(f"tests/test_{name}.py" for name in names.split())
+    return tuple(str(next((ROOT / "tests").glob(f"*/test_{name}.py")).relative_to(ROOT)) for name in names.split())
 
 
 def oracle(choice: Choice) -> list[Task]:
@@ -113,7 +113,7 @@ def simulate(choice: Choice) -> list[Task]:
                           simulation=True))  # fmt: skip
     if "ptx" in choice.compilers:
         tasks.append(Task("simulate", "simulation: Triton kernels in the interpreter",
-                          pytest("tests/simulated_ptx.py"), "simulation on a CPU", "ptx",
+                          pytest("tests/kernels/simulated_ptx.py"), "simulation on a CPU", "ptx",
                           environment={"TRITON_INTERPRET": "1"}, needs=("operator", "triton", "pytest"), pytest=True,
                           simulation=True))  # fmt: skip
     return tasks

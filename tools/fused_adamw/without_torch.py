@@ -28,10 +28,10 @@ def main() -> None:
     if loaded:
         raise SystemExit(f"{', '.join(loaded)} was imported before the check began: it would prove nothing")
     sys.meta_path.insert(0, Forbidden())
-    sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support")]
     import numpy as np
-
     from cases import FIXTURE_CASES
+
     from fused_adamw import oracle
     from ruda_optim.fused_adamw import AdamWOptions, GradientGuardOptions, StatsPlan, StepControl, errors, reference
 

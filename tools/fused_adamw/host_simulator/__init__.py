@@ -1,7 +1,7 @@
 """Runs ``csrc/cuda.cu``, unchanged, on the CPU: a simulation, for tests and the runner. Never selected as a backend.
 
 The kernels are compiled by g++ against a header that supplies the CUDA language (``simulator.h``) and are called
-through the launch code of ``kernels/nvrtc.py``, tables, block maps and packed arguments included. What is not
+through the launch code of ``kernels/nvrtc/launch.py``, tables, block maps and packed arguments included. What is not
 exercised: NVRTC, the driver, streams, the FP16 conversion instructions, and anything about speed.
 """
 
@@ -18,7 +18,7 @@ import tempfile
 import threading
 from typing import TYPE_CHECKING
 
-from ruda_optim.fused_adamw.kernels import nvrtc
+from ruda_optim.fused_adamw.kernels.nvrtc import launch as nvrtc
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ruda_optim.fused_adamw.kernels import Kernels
 
 NAME = "nvrtc (host simulation)"
-CSRC = pathlib.Path(nvrtc.__file__).parent / "csrc"
+CSRC = pathlib.Path(nvrtc.__file__).parents[1] / "csrc"
 _HERE = pathlib.Path(__file__).parent
 # Contraction off, as in every backend. -fno-strict-aliasing: vectors of elements are read through pack types.
 _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing",

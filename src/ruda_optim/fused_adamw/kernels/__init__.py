@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .tables import LaunchTable
 
 CUDA_COMPILERS = ("nvrtc", "ptx")
+_FOLDERS = {"cpu": "cpu", "nvrtc": "nvrtc", "ptx": "triton"}
 CUDA_COMPILER_VARIABLE = "RUDA_CUDA_COMPILER"
 
 
@@ -110,7 +111,7 @@ def available() -> tuple[Availability, ...]:
 
 def _availability(name: str) -> Availability:
     try:
-        reason = importlib.import_module(f".{name}", __package__).unavailable()
+        reason = importlib.import_module(f".{_FOLDERS[name]}", __package__).unavailable()
     except ImportError as error:
         reason = str(error)
     return Availability(name, reason is None, "ready" if reason is None else reason)
@@ -122,7 +123,7 @@ _loaded: dict[str, Kernels] = {}
 def _load(name: str) -> Kernels:
     kernels = _loaded.get(name)
     if kernels is None:
-        module = importlib.import_module(f".{name}", __package__)
+        module = importlib.import_module(f".{_FOLDERS[name]}", __package__)
         reason = module.unavailable()
         if reason is not None:
             raise ImportError(reason)

@@ -1,5 +1,5 @@
 // Load, loop, store: the CUDA kernels. The arithmetic is in adamw_update.h, gradient_stats.h and half_bits.h, which the CPU
-// operator compiles too. nvrtc.py compiles one instance at a time, with contraction off; tools/fused_adamw/host_simulator
+// operator compiles too. nvrtc/compiler.py compiles one instance at a time, with contraction off; tools/fused_adamw/host_simulator
 // compiles this file unchanged for the CPU.
 #include "adamw_update.h"
 #include "cuda_memory.h"

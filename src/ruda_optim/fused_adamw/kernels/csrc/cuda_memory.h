@@ -7,7 +7,7 @@ namespace ruda {
 
 using u16 = unsigned short;
 
-// Elements of one tensor that one block takes, and that one statistics row describes. nvrtc.py repeats the number.
+// Elements of one tensor that one block takes, and that one statistics row describes. nvrtc/launch.py repeats the number.
 constexpr int kChunk = 8192;
 
 // ---- the launch table ------------------------------------------------------------------------------------------------

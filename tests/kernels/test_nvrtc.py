@@ -1,0 +1,361 @@
+"""``csrc/cuda.cu`` on the host simulator: the update against the CPU operator, bit for bit, and against the reference.
+
+No test here needs a GPU, and none shows that the kernels run on one: the simulator runs the same source on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import re
+from dataclasses import dataclass
+
+import cases
+import numpy as np
+import pytest
+import torch
+
+from fused_adamw import host_simulator
+from ruda_optim.fused_adamw.gradient_norm import GradientGuardOptions, GradientStats
+from ruda_optim.fused_adamw.kernels import cpu
+from ruda_optim.fused_adamw.kernels.device_table import device_table
+from ruda_optim.fused_adamw.kernels.nvrtc import launch as nvrtc
+from ruda_optim.fused_adamw.kernels.tables import Field, Flag, LaunchTable, TensorMemory
+from ruda_optim.fused_adamw.options import AdamWOptions
+
+pytestmark = pytest.mark.skipif(host_simulator.unavailable() is not None, reason=str(host_simulator.unavailable()))
+
+CPU = torch.device("cpu")
+CSRC = pathlib.Path(nvrtc.__file__).parents[1] / "csrc"
+CHUNK = nvrtc.STATISTICS_CHUNK
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    return host_simulator.HostLauncher(host_simulator.build(), seed=0)
+
+
+@pytest.fixture(scope="module")
+def simulated(launcher):
+    return nvrtc.record(host_simulator.NAME, launcher)
+
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    return cpu.kernels()
+
+
+def test_the_python_side_repeats_the_numbers_of_the_source() -> None:
+    text = (CSRC / "cuda.cu").read_text() + (CSRC / "cuda_memory.h").read_text()
+    constants = dict(re.findall(r"constexpr int (\w+) = (-?\d+);", text))
+    assert int(constants["kThreads"]) == nvrtc.THREADS
+    assert int(constants["kChunk"]) == nvrtc.STATISTICS_CHUNK
+
+
+# ------------------------------------------------------------------------------------------------- the case table
+
+
+def memory_of(case: cases.Case, step: int = 1) -> TensorMemory:
+    """The memory of the case's tensor before ``step``, with moments from an earlier life unless it is the first."""
+    parameter = cases.to_torch(cases.initial_parameter(case), case.parameter_dtype, case.layout)
+    half = case.parameter_dtype != "float32"
+    moments = [np.full(case.shape, 7.0, dtype=np.float32)] * 3  # not to be read: the first step takes zeros
+    first, second, maximum = (cases.to_torch(values, "float32", case.layout) for values in moments)
+    return TensorMemory(
+        gradient=cases.to_torch(cases.stored_gradient(case, step), case.gradient_dtype, case.gradient_layout),
+        parameter=parameter.float() if half else parameter,
+        exp_avg=first,
+        exp_avg_sq=second,
+        max_exp_avg_sq=maximum if case.options.amsgrad else None,
+        copy=parameter if half else None,
+        first=True,
+    )
+
+
+def tensors_of(memory: TensorMemory) -> dict[str, torch.Tensor]:
+    names = (*cases.FIELDS, "remainder", *(f"{name}_out" for name in cases.FIELDS[:-1]))
+    return {name: value for name in names if (value := getattr(memory, name)) is not None}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bits as integers, NaN canonical: only the payload of a NaN may differ between backends."""
+    if tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor)
+    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def assert_same_bits(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
+    for name, tensor in actual.items():
+        different = bits(tensor) != bits(wanted[name])
+        assert not different.any(), f"{name}: {int(different.sum())} of {different.numel()} elements differ"
+
+
+def coefficient_rows(*options: AdamWOptions, completed: int = 0) -> torch.Tensor:
+    return torch.tensor([option.prepare_step(completed).row for option in options], dtype=torch.float32)
+
+
+def run_case(kernels, case: cases.Case) -> list[dict[str, torch.Tensor]]:
+    """The tensors after each step; the clip factor is the reference's, so that only the update is compared."""
+    memory = memory_of(case)
+    kept = tensors_of(memory)
+    table = LaunchTable([memory], CPU)
+    results = []
+    for step, want in enumerate(cases.expected(case), start=1):
+        gradient = cases.to_torch(cases.stored_gradient(case, step), case.gradient_dtype, case.gradient_layout)
+        table.set_gradient(0, gradient)
+        table.fields[Field.GRAD, 0] = gradient.data_ptr()
+        rows = coefficient_rows(case.options, completed=step - 1)
+        kernels.adamw_scaled(table, rows, case.control.inverse_scale, want.clip_factor)
+        table.fields[Field.FLAGS] &= ~int(Flag.FIRST)
+        results.append({name: tensor.clone() for name, tensor in kept.items()})
+    return results
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_simulated_update_has_the_cpu_operators_bits_and_the_references_values(case, simulated, on_cpu) -> None:
+    actual, wanted = run_case(simulated, case), run_case(on_cpu, case)
+    for got, want, expected in zip(actual, wanted, cases.expected(case), strict=True):
+        assert_same_bits(got, want)
+        cases.check(case, expected, got)
+
+
+# --------------------------------------------------------------------------------------------- every specialization
+
+GRADIENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+STORES = {None: 0, torch.float16: 1, torch.bfloat16: 2, "split": 3}
+LAYOUTS = ("flat", "misaligned", "strided")
+NUMEL = CHUNK + 1003  # two chunks, the last with a tail of three elements after its groups of four
+HARD = (0.0, -0.0, 1e-45, -1e-40, 3e38, -3e38, 1e-8, 65504.0, 65520.0, math.inf, -math.inf, math.nan)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a table column can be."""
+
+    gradient: torch.dtype = torch.float32
+    store: torch.dtype | str | None = None
+    amsgrad: bool = False
+    layout: str = "flat"
+    first: bool = False
+    out_of_place: bool = False
+    numel: int = NUMEL
+
+    def memory(self, seed: int = 0) -> TensorMemory:
+        """Random values, some of them hard: infinities, NaN, subnormal numbers, signed zeros."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(count: int) -> torch.Tensor:
+            return torch.rand(count, generator=generator)
+
+        def tensor(dtype: torch.dtype = torch.float32, *, positive: bool = False) -> torch.Tensor:
+            values = torch.randn(self.numel, generator=generator) * 10 ** (random(self.numel) * 4 - 3)
+            places = torch.randperm(self.numel, generator=generator)[: len(HARD)]
+            values[places] = torch.tensor(HARD[: len(places)])
+            return self.placed((values.abs() if positive else values).to(dtype), generator)
+
+        def out(source: torch.Tensor | None) -> torch.Tensor | None:
+            if source is None or not self.out_of_place:
+                return None
+            if self.layout == "misaligned":
+                return torch.empty(self.numel + 1)[1:]
+            return torch.empty_strided(source.shape, source.stride())
+
+        split = self.store == "split"
+        low = torch.randint(-32768, 32768, (self.numel,), generator=generator).to(torch.int16)
+        copy_dtype = torch.bfloat16 if split else self.store
+        memory = TensorMemory(
+            gradient=tensor(self.gradient),
+            parameter=None if split else tensor(),
+            exp_avg=tensor(),
+            exp_avg_sq=tensor(positive=True),
+            max_exp_avg_sq=tensor(positive=True) if self.amsgrad else None,
+            copy=None if copy_dtype is None else tensor(copy_dtype),
+            remainder=self.placed(low, generator) if split else None,
+            first=self.first,
+        )
+        for name in cases.FIELDS[:-1]:
+            setattr(memory, f"{name}_out", out(getattr(memory, name)))
+        return memory
+
+    def placed(self, values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        if self.layout == "misaligned":
+            return torch.empty(self.numel + 1, dtype=values.dtype)[1:].copy_(values)
+        if self.layout == "strided":  # each tensor with a row pitch of its own
+            pitch = 5 + int(torch.randint(0, 4, (), generator=generator))
+            return torch.zeros(self.numel // 5, pitch, dtype=values.dtype)[:, :5].copy_(values.view(-1, 5))
+        return values
+
+
+def compare(kinds: list[Kind], simulated, on_cpu, *, clip: float = 0.375) -> None:
+    """One step of all kinds in one table by both backends; every tensor, inputs included, must have the same bits."""
+    options = [AdamWOptions(learning_rate=1e-2, weight_decay=0.1, epsilon=1e-8, maximize=bool(i % 2)) for i in range(3)]
+    results = []
+    for backend in (simulated, on_cpu):
+        memories = [kind.memory(seed) for seed, kind in enumerate(kinds)]
+        results.append([tensors_of(memory) | {"gradient": memory.gradient} for memory in memories])
+        table = LaunchTable(memories, CPU)
+        table.fields[Field.COEFFICIENTS] = torch.arange(len(kinds)) % len(options)
+        backend.adamw_scaled(table, coefficient_rows(*options, completed=2), 0.5, clip)
+    for actual, wanted in zip(*results, strict=True):
+        assert_same_bits(actual, wanted)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("store", STORES, ids=str)
+@pytest.mark.parametrize("gradient", GRADIENTS, ids=str)
+def test_a_table_of_one_kind_runs_its_specialization(gradient, store, amsgrad, launcher, simulated, on_cpu) -> None:
+    flat = Kind(gradient, store, amsgrad)
+    small = Kind(gradient, store, amsgrad, numel=3)
+    misaligned = Kind(gradient, store, amsgrad, layout="misaligned", numel=1001)
+    out = Kind(gradient, store, amsgrad, out_of_place=True, numel=1030)
+    launcher.launched.clear()
+    compare([flat, small, misaligned, out], simulated, on_cpu)
+    assert launcher.launched == [f"ruda::update<{GRADIENTS[gradient]}, {STORES[store]}, {int(amsgrad)}>"]
+
+
+def test_a_table_of_every_kind_runs_one_launch(launcher, simulated, on_cpu) -> None:
+    kinds = [
+        Kind(gradient, store, amsgrad, layout, first, out_of_place, numel=1025)
+        for gradient in GRADIENTS
+        for store in STORES
+        for amsgrad in (False, True)
+        for layout in LAYOUTS
+        for first, out_of_place in ((False, False), (True, False), (False, True))
+    ]
+    launcher.launched.clear()
+    compare(kinds, simulated, on_cpu)
+    assert launcher.launched == ["ruda::update<-1, -1, -1>"]
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_clip_factors_without_a_rounding(clip, simulated, on_cpu) -> None:
+    compare([Kind(numel=1027), Kind(torch.bfloat16, torch.bfloat16, numel=1027)], simulated, on_cpu, clip=clip)
+
+
+def test_every_half_number_is_read_and_written_like_on_the_cpu(simulated, on_cpu) -> None:
+    # As gradients every bit pattern; as copies every tie between two finite numbers, and the FP32 numbers next to it.
+    patterns = torch.arange(-32768, 32768).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        halves = patterns.view(dtype)
+        ordered = halves[halves.isfinite()].double().sort().values
+        ties = ((ordered[:-1] + ordered[1:]) / 2).float()
+        above, below = (torch.nextafter(ties, torch.tensor(end)) for end in (math.inf, -math.inf))
+        steps = torch.cat([ordered.float(), ties, above, below])
+        zeros = torch.zeros(len(steps))  # kept here: a table does not keep gradients alive
+        results = []
+        for backend in (simulated, on_cpu):
+            memories = [
+                TensorMemory(gradient=halves, parameter=torch.zeros(65536), exp_avg=torch.zeros(65536),
+                             exp_avg_sq=torch.zeros(65536)),
+                TensorMemory(gradient=zeros, parameter=steps.clone(), exp_avg=torch.zeros(len(steps)),
+                             exp_avg_sq=torch.zeros(len(steps)), copy=torch.zeros(len(steps), dtype=dtype)),
+            ]  # fmt: skip
+            tensors = [tensors_of(memory) for memory in memories]
+            still = AdamWOptions(weight_decay=0.0)
+            backend.adamw_scaled(LaunchTable(memories, CPU), coefficient_rows(still), 1.0, 1.0)
+            results.append(tensors)
+        for actual, wanted in zip(*results, strict=True):
+            assert_same_bits(actual, wanted)
+        assert torch.equal(results[0][1]["copy"], steps.to(dtype))
+
+
+def test_more_than_two_to_the_31_elements(launcher, simulated) -> None:
+    # The last chunk of 4.9e9 elements: pointers set back so far that the offsets lead into memory that exists.
+    numel = 4_900_000_003
+    chunk = (numel - 1) // CHUNK
+    begin, size = chunk * CHUNK, numel - chunk * CHUNK
+    kind = Kind(torch.bfloat16, torch.bfloat16, True, numel=size)
+    direct, far = kind.memory(), kind.memory()
+    wanted, actual = tensors_of(direct), tensors_of(far)
+    gradients = direct.gradient, far.gradient  # kept here: a table does not keep gradients alive
+    rows = coefficient_rows(AdamWOptions())
+    simulated.adamw_scaled(LaunchTable([direct], CPU), rows, 1.0, 1.0)
+    table = LaunchTable([far], CPU)
+    table.fields[Field.NUMEL] = numel
+    sizes = {Field.GRAD: 2, Field.COPY: 2}
+    for row in range(Field.PARAM, Field.NUMEL):
+        if table.fields[row, 0]:
+            table.fields[row] -= begin * sizes.get(Field(row), 4)
+    values = device_table(table).step_values(rows, 1.0)
+    blocks = torch.tensor([chunk, 0])
+    for instance in ("ruda::update<2, 2, 1>", "ruda::update<-1, -1, -1>"):
+        for tensor, start in zip(actual.values(), tensors_of(kind.memory()).values(), strict=True):
+            tensor.copy_(start)
+        launcher(CPU, instance, 1, table.fields.data_ptr(), table.layouts.data_ptr(), blocks.data_ptr(), 1,
+                 values[0].data_ptr(), values[1].data_ptr(), 0, 1.0)  # fmt: skip
+        assert_same_bits(actual, wanted)
+    del gradients
+
+
+# ------------------------------------------------------------------------------------------------- the device decides
+
+
+def hyperparameters_of(options: AdamWOptions, max_norm: float | None) -> list[float]:
+    sign = -1.0 if options.maximize else 1.0
+    norm = -1.0 if max_norm is None else max_norm
+    return [
+        options.learning_rate,
+        options.beta1,
+        options.beta2,
+        options.epsilon,
+        options.weight_decay,
+        sign,
+        norm,
+        1e-6,
+    ]
+
+
+GROUPS = (AdamWOptions(), AdamWOptions(learning_rate=0.1, beta1=0.0, beta2=0.5, maximize=True))
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.0, 0.5, 1e9])
+@pytest.mark.parametrize("report", [(0, 0, 0), (0, 2.5, 3.0), (0, 3e38, 5e6), (0, 1e-44, 2.0), (1, 2.5, 3.0), None])
+def test_decide_agrees_with_the_host(max_norm, report, simulated) -> None:
+    count = nvrtc.THREADS + 3  # more than one block
+    steps = torch.arange(count, dtype=torch.float32) % 7 * 1000
+    before = steps.clone()
+    gradient = torch.zeros(1)
+    memories = [TensorMemory(gradient=gradient, step=step) for step in steps]
+    table = LaunchTable(memories, CPU)
+    table.fields[Field.COEFFICIENTS] = torch.arange(count) % 2
+    hyperparameters = torch.tensor([hyperparameters_of(group, max_norm) for group in GROUPS], dtype=torch.float64)
+    coefficients, decision = torch.full((count, 8), -7.0), torch.full((2,), -7.0)
+    device_report = None if report is None else torch.tensor(report, dtype=torch.float32)
+    simulated.decide(table, hyperparameters, device_report, coefficients, decision)
+
+    skip, clip = False, 1.0
+    if report is not None:
+        stats = GradientStats.from_report(*device_report.tolist(), elements=1, tensors=1, gradient_scale=1.0)
+        wanted = stats.decision(GradientGuardOptions(max_norm=max_norm))
+        skip, clip = wanted.skip_update, wanted.clip_factor
+    assert decision.tolist() == [float(skip), clip]
+    assert torch.equal(steps, before if skip else before + 1)
+    rows = torch.tensor([GROUPS[i % 2].prepare_step(int(before[i])).row for i in range(count)])
+    # Equal up to one ulp of FP32: the powers are FP64 on both sides, but not always rounded alike.
+    assert torch.all((coefficients - rows).abs() <= 2.0**-23 * rows.abs())
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_update_takes_the_devices_decision(skip, simulated, on_cpu) -> None:
+    kinds = [Kind(numel=1027), Kind(numel=5), Kind(numel=CHUNK + 1)]
+    rows = coefficient_rows(*(AdamWOptions(learning_rate=0.1 * (i + 1)) for i in range(3)))
+    own, others = [kind.memory(1) for kind in kinds], [kind.memory(1) for kind in kinds]
+    actual, wanted = [[tensors_of(memory) | {"gradient": memory.gradient} for memory in x] for x in (own, others)]
+    # Row i for tensor i, whatever Field.COEFFICIENTS says: there it names the group. The host's clip factor is ignored.
+    simulated.adamw_scaled(LaunchTable(own, CPU), rows, 0.5, 77.0, decision=torch.tensor([float(skip), 0.25]))
+    if not skip:
+        table = LaunchTable(others, CPU)
+        table.fields[Field.COEFFICIENTS] = torch.arange(3)
+        on_cpu.adamw_scaled(table, rows, 0.5, 0.25)
+    for got, want in zip(actual, wanted, strict=True):
+        assert_same_bits(got, want)
+
+
+def test_an_empty_table_launches_nothing(launcher, simulated) -> None:
+    launcher.launched.clear()
+    empty = LaunchTable([], CPU)
+    simulated.adamw_scaled(empty, torch.zeros(0, 8), 1.0, 1.0)
+    simulated.analyze_gradient(empty, torch.zeros(0, 3), 1.0)
+    simulated.decide(empty, torch.zeros(1, 8, dtype=torch.float64), None, torch.zeros(0, 8), torch.zeros(2))
+    assert launcher.launched == []

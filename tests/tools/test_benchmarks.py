@@ -1,0 +1,152 @@
+"""The benchmark's protocol: it times only what it has proved right. Nothing here asserts a speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import accuracy
+import contestants
+import protocol
+import staged
+from contestants import PEERS, Contestant
+from workloads import QUICK_WORKLOADS, VARIANTS, WORKLOADS, Workload, gpt2_shapes
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+SMALL = Workload("small", "small", ((3, 5), (7,), (64, 9), (16,)))
+ONE_ROUND = protocol.Settings(rounds=1, steps=2, max_foreign_load=None)
+
+
+def pair(peer: contestants.Peer, variant: str) -> tuple[Contestant, Contestant, protocol.Data]:
+    data = protocol.Data(SMALL, VARIANTS[variant], CPU)
+    return Contestant(PEERS["ours"], data, VARIANTS[variant]), Contestant(peer, data, VARIANTS[variant]), data
+
+
+def test_gpt2_has_the_published_number_of_parameters() -> None:
+    assert len(gpt2_shapes()) == 148
+    assert WORKLOADS["gpt2-124m"].elements == 124_439_808
+
+
+def test_quick_run_writes_table_json_and_pictures(tmp_path: pathlib.Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # tiny tensors; leaves the machine to the other tests
+    command = [sys.executable, "benchmarks/run.py", "--quick", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "quick.json").read_text(encoding="utf-8"))
+    assert found["environment"]["versions"]["torch"] == torch.__version__
+    cells = {(entry["workload"], entry["variant"], entry["peer"]): entry for entry in found["comparisons"]}
+    assert len(cells) == len(QUICK_WORKLOADS) * len(VARIANTS) * 2
+    for (_, variant, peer), entry in cells.items():
+        if peer == "staged-eager" and variant not in ("plain", "checked", "amsgrad"):
+            assert entry["status"] == "not run"
+            assert "plain update only" in entry["reason"]
+            continue
+        assert entry["status"] == "measured", entry
+        assert entry["rounds kept"] == len(entry["rounds"]) == 2
+        wanted = {"parameter", "exp_avg", "exp_avg_sq"}
+        wanted |= {"max_exp_avg_sq"} if variant == "amsgrad" else set()
+        wanted |= {"copy"} if variant.startswith("bf16") else set()
+        assert set(entry["worst difference / tolerance"]) == wanted
+        assert max(entry["worst difference / tolerance"].values()) <= 1
+    assert (tmp_path / "quick-ratios.png").stat().st_size > 1000
+    assert "tiny GPT" in done.stdout
+
+
+@pytest.mark.parametrize("variant", ["plain", "amsgrad", "clip", "unscale-clip", "bf16", "bf16-clip"])
+def test_a_wrong_peer_is_caught(variant: str) -> None:
+    def wrong(parameters: list[torch.Tensor], chosen: object) -> torch.optim.Optimizer:
+        changed = {
+            **contestants.HYPERPARAMETERS,
+            "weight_decay": 0.02,
+        }  # off by lr * 0.01 * p, 1e-5 of p: 20 tolerances
+        return torch.optim.AdamW(parameters, **changed, amsgrad=VARIANTS[variant].amsgrad)
+
+    ours, peer, data = pair(replace(PEERS["torch-loop"], name="wrong", make=wrong), variant)
+    with pytest.raises(protocol.Mismatch, match=r"parameter of wrong differs from ours by .* times the tolerance"):
+        protocol.measure(ours, peer, data, ONE_ROUND)
+
+
+def test_a_peer_that_clips_by_another_norm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, peer, data = pair(PEERS["torch-loop"], "clip")
+    monkeypatch.setattr(peer, "norm", lambda: 2 * ours.norm())
+    with pytest.raises(protocol.Mismatch, match="gradient norm"):
+        protocol.measure(ours, peer, data, ONE_ROUND)
+
+
+def test_nan_is_no_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, peer, data = pair(PEERS["torch-loop"], "plain")
+    fields = peer.fields
+
+    def poisoned() -> dict[str, list[torch.Tensor]]:
+        found = fields()
+        found["exp_avg"] = [tensor.clone() for tensor in found["exp_avg"]]
+        found["exp_avg"][-1].view(-1)[-1] = torch.nan
+        return found
+
+    monkeypatch.setattr(peer, "fields", poisoned)
+    with pytest.raises(protocol.Mismatch, match="exp_avg of torch-loop"):
+        protocol.measure(ours, peer, data, ONE_ROUND)
+
+
+def test_noisy_rounds_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([0.5, 0.01, 0.2, 0.04, 0.9, 0.9, 0.9, 0.9, 0.9])
+    monkeypatch.setattr(protocol.ForeignLoad, "read", lambda self: next(loads))
+    ours, peer, data = pair(PEERS["torch-fused"], "plain")
+    settings = protocol.Settings(rounds=3, steps=1, max_foreign_load=0.05)
+    found = protocol.measure(ours, peer, data, settings).as_dict()
+    assert found["rounds kept"] == 2
+    assert found["rounds dropped"] == 7
+    assert [r["foreign_load"] for r in found["rounds"] if r["kept"]] == [0.01, 0.04]
+    ratios = [r["peer_ms"] / r["ours_ms"] for r in found["rounds"] if r["kept"]]
+    assert found["ratio"]["median"] == pytest.approx(sum(ratios) / 2)
+
+
+def test_both_sides_start_each_step_alike_and_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, peer, data = pair(PEERS["torch-foreach"], "clip")
+    turns = []
+    timed = protocol.timed_step
+
+    def watched(contestant: Contestant, device: torch.device) -> float:
+        assert torch.equal(torch.cat([g.view(-1) for g in data.gradients]), data.source)
+        turns.append(contestant.name)
+        return timed(contestant, device)
+
+    monkeypatch.setattr(protocol, "timed_step", watched)
+    protocol.measure(ours, peer, data, protocol.Settings(rounds=2, steps=1, max_foreign_load=None))
+    a, b = "ours", "torch-foreach"
+    assert turns == [a, a, a, b, b, b, a, b, b, a]
+
+
+def test_a_missing_peer_is_named_with_its_reason() -> None:
+    absent = replace(PEERS["torchao"], module="package_that_does_not_exist")
+    assert "package_that_does_not_exist is not installed" in str(absent.obstacle(VARIANTS["plain"], CPU))
+    assert PEERS["deepspeed"].obstacle(VARIANTS["amsgrad"], CPU) == "has no AMSGrad"
+    assert PEERS["deepspeed"].obstacle(VARIANTS["plain"], torch.device("cuda")) == "does not run on cuda"
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_staged_baseline_agrees_with_the_fused_step(dtype: str, amsgrad: bool) -> None:
+    found = staged.bench("cpu", elements=5000, dtype=dtype, amsgrad=amsgrad, iterations=3, samples=2, compiled=False)
+    assert found["rounds kept"] == 2
+    assert found["staged"]["min"] > 0
+    assert found["launches per tensor"]["staged"] == (5 if amsgrad else 4)
+
+
+def test_accuracy_is_measured_against_fp64(tmp_path: pathlib.Path) -> None:
+    seeds = {0: accuracy.run(1000, 10, seed=0), 1: accuracy.run(1000, 10, seed=1, amsgrad=True)}
+    for seed in seeds.values():
+        for name in ("ours", "torch-fused"):
+            assert [point["step"] for point in seed[name]] == list(range(1, 11))
+            # FP32 keeps about seven digits of an update that moves each element by some 5 % of its size per step.
+            assert 0 < seed[name][-1]["update"] < 1e-4
+    accuracy.draw({"seeds": seeds}, tmp_path / "accuracy.png")
+    assert (tmp_path / "accuracy.png").stat().st_size > 1000
