@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from .tables import LaunchTable
-
 CUDA_COMPILERS = ("nvrtc", "ptx")
 _FOLDERS = {"cpu": "cpu", "nvrtc": "nvrtc", "ptx": "triton"}
 CUDA_COMPILER_VARIABLE = "RUDA_CUDA_COMPILER"
@@ -29,23 +27,41 @@ CUDA_COMPILER_VARIABLE = "RUDA_CUDA_COMPILER"
 class Kernels:
     """What a backend offers. All calls are asynchronous where the device is; pointers come from the table.
 
+    The engine calls ``analyze_gradient``, ``decide`` and ``adamw_scaled``, at most one launch each. The functional API
+    decides on the host, with the two merges.
+
     Attributes:
         name: ``"cpu"``, ``"ptx"`` or ``"nvrtc"``.
         statistics_chunk: gradient elements that one statistics row describes.
-        adamw_scaled: ``(table, coefficients, inverse_scale, clip_factor)``; updates every tensor of the table.
-            ``coefficients`` is FP32 ``(k, 8)`` on the host. With the keyword ``decision`` (FP32 ``(2,)`` on the device:
-            skip 0/1, clip factor) and device coefficients, the device decides and ``clip_factor`` is ignored.
-        analyze_gradient: ``(table, rows, inverse_scale)``; one row ``(scale, sumsq, bad)`` per ``statistics_chunk``
-            elements of each tensor, in table order. ``rows`` is FP32 ``(r, 3)`` on the device.
+        analyze_gradient: ``(table, rows, inverse_scale, *, scale=None)``; one row ``(scale, sumsq, bad)`` per
+            ``statistics_chunk`` elements of each tensor, in table order. ``rows`` is FP32 ``(r, 3)`` on the device.
+            ``scale`` is a loss scale in memory of the device, FP32 ``(1,)``: its reciprocal, one FP32 division, then
+            takes the place of ``inverse_scale``.
         merge_gradient_stats_chunks: ``(rows, merged, fan_in)``; ``merged`` has one row per ``fan_in`` rows.
         merge_gradient_stats: ``(rows, report)``; ``report`` is FP32 ``(3,)`` on the device: bad, scale, sumsq.
-        decide: capturable mode only, ``None`` on the CPU; ``(table, hyperparameters, report, coefficients, decision)``.
+        decide: ``(table, memory, coefficients, rows, inverse_scale, *, measured, check_finite, scale=None,
+            found_inf=None)``; the decision of a whole step, written into ``memory``, a :class:`.decision.DecisionMemory`.
+            ``rows``: the statistics rows of the step, merged into ``memory.report`` (sums in FP64, the sum then rounded
+            to FP32, as ``merge_gradient_stats`` does); None where the report is there already (``measured=True``) or
+            where nothing was measured (``measured=False``; the report then says bad 0, scale and sumsq NaN).
+            ``found_inf``: FP32 ``(1,)`` on the device; above 0 skips the step and makes the report bad. The step is
+            also skipped when it was measured, something was not finite, and ``check_finite``. Without ``check_finite``
+            a bad report clips by 0 if ``max_norm`` is finite and >= 0, else by 1. A finite report clips as
+            ``GradientStats.decision`` says; an infinite ``max_norm`` never clips. A skipped step has clip factor 1.
+            ``coefficients`` is FP32 ``(n, 8)`` on the device; row i is written for tensor i, whose
+            ``Field.COEFFICIENTS`` is its group (row of ``memory.hyperparameters``) and whose ``Field.STEP`` points to
+            its FP32 counter of completed steps on the device, incremented unless the step is skipped. A table without
+            tensors has a decision all the same.
+        adamw_scaled: ``(table, coefficients, inverse_scale, clip_factor, *, decision=None)``; updates every tensor of
+            the table. ``coefficients`` is FP32 ``(k, 8)`` on the host. With ``decision`` (``DecisionMemory.decision``)
+            the coefficients are on the device, one row per tensor, the decision says what to multiply by and whether to
+            do anything, and the two numbers are ignored.
     """
 
     name: str
     statistics_chunk: int
     adamw_scaled: Callable[..., None]
-    analyze_gradient: Callable[[LaunchTable, Tensor, float], None]
+    analyze_gradient: Callable[..., None]
     merge_gradient_stats_chunks: Callable[[Tensor, Tensor, int], None]
     merge_gradient_stats: Callable[[Tensor, Tensor], None]
     decide: Callable[..., None] | None = None

@@ -1,0 +1,38 @@
+"""What a step decides and where it is decided: the device memory that ``Kernels.decide`` reads and writes.
+
+The decision is taken where the tensors are, on every backend, so that a step never waits for an accelerator. The host
+looks at this memory only when somebody asks what the step did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HYPERPARAMETERS = 8
+"""FP64 numbers per parameter group, the columns of ``csrc/adamw_update.h``'s ``Hyperparameters``: lr, beta1, beta2,
+epsilon, weight_decay, gradient_sign, max_norm (negative: no clipping), guard epsilon. The last two belong to the whole
+step and are read from row 0."""
+DECISION = 4
+"""FP32 numbers of a decision: skip (0 or 1), clip factor, inverse of the loss scale, 0."""
+
+
+@dataclass
+class DecisionMemory:
+    """The memory of one device; everything contiguous and on that device.
+
+    Attributes:
+        hyperparameters: FP64 ``(groups, HYPERPARAMETERS)``, read.
+        report: FP64 ``(3,)``: bad, scale, sumsq. Written from the statistics rows, or read where it came from
+            elsewhere (several devices, several ranks). ``bad`` is 1 too where ``found_inf`` called the step off.
+        decision: FP32 ``(DECISION,)``, written; the update reads it.
+        counts: int64 ``(2,)``: skipped steps in all, and skipped steps in a row. Updated.
+    """
+
+    hyperparameters: Tensor
+    report: Tensor
+    decision: Tensor
+    counts: Tensor
