@@ -40,7 +40,7 @@ class Kernels:
         merge_gradient_stats_chunks: ``(rows, merged, fan_in)``; ``merged`` has one row per ``fan_in`` rows.
         merge_gradient_stats: ``(rows, report)``; ``report`` is FP32 ``(3,)`` on the device: bad, scale, sumsq.
         decide: ``(table, memory, coefficients, rows, inverse_scale, *, measured, check_finite, scale=None,
-            found_inf=None)``; the decision of a whole step, written into ``memory``, a :class:`.decision.DecisionMemory`.
+            found_inf=None)``; the decision of a whole step, written into ``memory`` (:mod:`.decision` describes it).
             ``rows``: the statistics rows of the step, merged into ``memory.report`` (sums in FP64, the sum then rounded
             to FP32, as ``merge_gradient_stats`` does); None where the report is there already (``measured=True``) or
             where nothing was measured (``measured=False``; the report then says bad 0, scale and sumsq NaN).
