@@ -328,24 +328,22 @@ template <bool GUARD>
 __global__ void __launch_bounds__(kThreads)
     decide(const long long* fields, long long count, const Hyperparameters* hyperparameters, const float* report,
            Coefficients* coefficients, float* decision) {
-  bool skip = false;
-  float clip_factor = 1.0f;
+  Decision decided{false, 1.0f};
   if (GUARD) {
-    skip = report[0] != 0.0f;
-    const StatsRow row{report[1], report[2], report[0]};
-    if (!skip) clip_factor = clip_factor_of(row, hyperparameters->max_norm, hyperparameters->guard_epsilon);
+    decided = decide_step(report[0], report[1], report[2], true, true, 0.0, hyperparameters->max_norm,
+                          hyperparameters->guard_epsilon);
   }
   const long long tensor = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
   if (tensor == 0) {
-    decision[0] = skip ? 1.0f : 0.0f;
-    decision[1] = clip_factor;
+    decision[0] = decided.skip ? 1.0f : 0.0f;
+    decision[1] = decided.clip_factor;
   }
   if (tensor >= count) return;
   float* step = reinterpret_cast<float*>(fields[kStep * count + tensor]);
   __builtin_assume(__isGlobal(step));
   const double t = static_cast<double>(*step) + 1.0;
   coefficients[tensor] = coefficients_of_step(hyperparameters[fields[kCoefficientRow * count + tensor]], t);
-  if (!skip) *step = static_cast<float>(t);
+  if (!decided.skip) *step = static_cast<float>(t);
 }
 
 }  // namespace ruda

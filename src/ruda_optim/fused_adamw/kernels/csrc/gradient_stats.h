@@ -68,17 +68,29 @@ RUDA_HD StatsRow stats_row(unsigned largest, float sum, float rescale, bool bad)
   return {scale, largest == 0u ? 0.0f : div_rn(sum, unit * unit), bad ? 1.0f : 0.0f};
 }
 
-// The clip factor of a finite report, as GradientStats.decision computes it on the host: FP64, rounded once.
-RUDA_HD float clip_factor_of(const StatsRow& report, double max_norm, double epsilon) {
-  if (max_norm < 0.0) return 1.0f;
-  if (max_norm == 0.0) return 0.0f;
+// What a step does with its gradients.
+struct Decision {
+  bool skip;
+  float clip_factor;  // 1 when skipped: nothing is multiplied then
+};
+
+// The whole decision of a step, as GradientStats.decision takes it on the host: FP64, the factor rounded once.
+//
+// bad, scale, sumsq: the report, looked at only if the gradients were `measured`. found_inf: above 0 if somebody else found
+// something that is not finite. max_norm: negative or infinite never clips. epsilon: added to the norm.
+RUDA_HD Decision decide_step(double bad, double scale, double sumsq, bool measured, bool check_finite, double found_inf,
+                             double max_norm, double epsilon) {
+  const bool finite = !measured || bad == 0.0;
+  if (found_inf > 0.0 || (check_finite && !finite)) return {true, 1.0f};
+  if (!measured || max_norm < 0.0 || max_norm == infinity()) return {false, 1.0f};
+  if (max_norm == 0.0 || !finite) return {false, 0.0f};  // the norm of what is not finite is infinite
 #if defined(__CUDA_ARCH__)
-  const double norm = report.scale * __dsqrt_rn(report.sumsq);
+  const double norm = scale * __dsqrt_rn(sumsq);
 #else
-  const double norm = report.scale * __builtin_sqrt(report.sumsq);
+  const double norm = scale * __builtin_sqrt(sumsq);
 #endif
   const double factor = max_norm / (norm + epsilon);
-  return norm == 0.0 || factor > 1.0 ? 1.0f : static_cast<float>(factor);
+  return {false, norm == 0.0 || factor > 1.0 ? 1.0f : static_cast<float>(factor)};
 }
 
 }  // namespace ruda
