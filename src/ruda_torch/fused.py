@@ -24,6 +24,7 @@ from ruda_optim.fused_adamw import (
 from . import sharding
 from .members import collect, describe_position
 from .plan import PlanCache, StepPlan, own_gradients, split
+from .reduction import Reduction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +127,7 @@ class FusedStep:
             report = step(None)
         else:
             summed = self._guarded or found_inf is not None
-            with torch.no_grad(), sharding.Reduction(ranks, len(groups), enabled=summed) as reduction:
+            with torch.no_grad(), Reduction(ranks, len(groups), enabled=summed) as reduction:
                 report = step(reduction)
         self._skipped_steps += report.skipped
         return report
@@ -140,7 +141,7 @@ class FusedStep:
         gradients: list[Tensor | None] | None,
         targets: list[Tensor] | None,
         state_shown: bool,
-        reduction: sharding.Reduction | None,
+        reduction: Reduction | None,
     ) -> StepReport:
         control = StepControl(gradient_scale=1.0 if grad_scale is None else float(grad_scale))
         options = [self._group_options(number, group) for number, group in enumerate(groups)]
@@ -150,7 +151,7 @@ class FusedStep:
             gradients = reduction.settle(parameters, gradients, partial(describe_position, groups))
         if found_inf is not None and float(found_inf) > 0.0:
             if reduction is not None:
-                reduction.run(None, (), skip=True)
+                reduction.run(None, (), 1.0).check()
             return _skipped(len(groups))
         plan = self._find(groups, state, gradients, targets, state_shown)
         if plan is not None:
@@ -190,7 +191,7 @@ class FusedStep:
         targets: list[Tensor] | None,
         options: list[AdamWOptions],
         control: StepControl,
-        reduction: sharding.Reduction | None,
+        reduction: Reduction | None,
     ) -> tuple[StepReport, StepPlan | None]:
         """A step whose tensors are new: check them, decide, and only then allocate what their state lacks."""
         members, present = collect(groups, state, gradients, targets, split_master=self._settings.split_master)
@@ -213,7 +214,7 @@ class FusedStep:
         parameters: list[Tensor],
         groups: int,
         control: StepControl,
-        reduction: sharding.Reduction | None,
+        reduction: Reduction | None,
     ) -> StepReport:
         """The statistics pass over all parts, one read per device, and the decision for the whole step.
 
@@ -236,10 +237,11 @@ class FusedStep:
         if reduction is not None and reduction.enabled:
             sums = [part.shares(reduction.ranks, chunk, groups).sums(workspace.rows) for part, workspace, chunk in runs]
             known = reduction.run(parameters if self._guarded else None, sums)
-            if known.skip_requested:
+            known.check()
+            if known.skip.item() > 0.0:
                 return _skipped(groups)
             norms = known.group_norms()
-            bad, scale, sumsq = float(any(known.bad)), 1.0, sum(known.squares)
+            bad, scale, sumsq = known.report.tolist()
             stats = GradientStats.from_report(bad, scale, sumsq, elements=0, tensors=0, gradient_scale=1.0)
         else:
             sources = [(workspace, part.group_rows(chunk)) for part, workspace, chunk in runs]

@@ -25,7 +25,7 @@ from ruda_optim.fused_adamw.storage import (
     same_values,
 )
 
-from . import sharding
+from . import reduction, sharding
 from .members import MASTER, MOMENTS, REMAINDER, check_gradient
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Part:
         self.coefficients = CoefficientRows(self.table, self.groups)
         self.bound: list[Any] = []
         self._group_rows: dict[int, dict[int, tuple[int, int]]] = {}
-        self._shares: dict[tuple[int, int], sharding.Shares] = {}
+        self._shares: dict[tuple[int, int], reduction.Shares] = {}
         self._sharded = any(sharding.is_sharded(member.target) for member in members)
 
     def watch(self) -> None:
@@ -105,7 +105,7 @@ class Part:
         self._group_rows[chunk] = ranges
         return ranges
 
-    def shares(self, ranks: sharding.Ranks, chunk: int, groups: int) -> sharding.Shares:
+    def shares(self, ranks: reduction.Ranks, chunk: int, groups: int) -> reduction.Shares:
         """How the statistics rows count in the sum over ranks."""
         key = (chunk, groups)
         if key not in self._shares:
@@ -234,7 +234,7 @@ class PlanCache:
     def __init__(self, *, hierarchical: bool, guarded: bool) -> None:
         self._plans: OrderedDict[Any, StepPlan] = OrderedDict()
         self._parameters: list[Tensor] = []
-        self._ranks: sharding.Ranks | None = None
+        self._ranks: reduction.Ranks | None = None
         self._guarded = guarded
         self.in_modules: set[int] = set()
         """Ids of parameters that were seen in a module; see :func:`ruda_torch.sharding.check_not_replaced`."""
@@ -246,7 +246,7 @@ class PlanCache:
         """The followed parameters of all groups."""
         return self._parameters
 
-    def follow(self, groups: list[dict[str, Any]]) -> sharding.Ranks | None:
+    def follow(self, groups: list[dict[str, Any]]) -> reduction.Ranks | None:
         """Drop what belongs to other parameters than these; the ranks that share them, None for plain tensors.
 
         Comparing identities is all that a step with plain parameters pays for sharding.
@@ -263,7 +263,7 @@ class PlanCache:
         self.in_modules.clear()
         self._parameters = []  # followed once the ranks are known: until then every step raises what the first one does
         parameters = [parameter for group in groups for parameter in group["params"]]
-        self._ranks = sharding.find(parameters, guarded=self._guarded)
+        self._ranks = reduction.find(parameters, guarded=self._guarded)
         self._parameters = parameters
         return self._ranks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -25,9 +26,11 @@ from sharded_models import (
 from sharded_worker import Context, check
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ruda_torch
 from ruda_optim.fused_adamw import InvalidOption, InvalidState, InvalidTensor
+from ruda_torch.reduction import Reduction, find
 
 
 def _model_with_gradients(context: Context, shard=fsdp, **options):
@@ -296,3 +299,61 @@ def one_reduction_per_step(context: Context) -> None:
         assert sizes == [8 * (5 + 2 * 2)] * calls
         same_on_all_ranks(*norms)
         del model
+
+
+@check(2)
+def the_sum_over_ranks_never_visits_the_host(context: Context) -> None:
+    """What stops the update is on the device, the same on every rank; the host reads when ``check`` is called."""
+    parameter = nn.Parameter(distribute_tensor(torch.ones(3, 2), context.mesh(), [Shard(0)]))
+    ranks = find([parameter], guarded=True)
+    part = parameter.to_local().numel()
+    rank = context.rank
+
+    def sums(bad: float) -> list[torch.Tensor]:
+        shares = ranks.shares([parameter], torch.tensor([1]), torch.tensor([0]), 1, torch.device("cpu"))
+        return [shares.sums(torch.tensor([[2.0, float(part), bad]]))]
+
+    def summed(*, failed=False, gradient=True, elements=True, bad=0.0, skip=None):
+        with _no_read(), Reduction(ranks, 1, enabled=True) as reduction:
+            reduction.settle([parameter], [torch.ones_like(parameter) if gradient else None], str)
+            if failed:
+                reduction.__exit__(InvalidTensor, InvalidTensor("spoiled"), None)
+                return None
+            return reduction.run([parameter] if elements else None, sums(bad), skip)
+
+    statistics = summed()
+    assert statistics.report.tolist() == [0.0, 1.0, 6 * 4.0]
+    assert (statistics.group_squares.tolist(), statistics.group_bad.tolist()) == ([24.0], [0.0])
+    assert statistics.skip.tolist() == [0.0]
+    statistics.check()
+    statistics = summed(bad=float(rank == 1))
+    assert statistics.report.tolist() == [1.0, 1.0, 24.0]
+    assert statistics.skip.tolist() == [0.0], "whether that skips depends on check_finite"
+    for skip in (float(rank), torch.tensor([float(rank)]), torch.tensor(float(rank)), rank):
+        statistics = summed(skip=skip)
+        assert statistics.skip.tolist() == [1.0]
+        statistics.check()  # no error: nothing but a step to skip
+    for spoiled, text in (
+        (summed(gradient=rank == 0), "do not have gradients for the same parameters"),
+        (summed(elements=rank == 0), "add up to"),
+        (summed(failed=rank == 1), "1 of 2 ranks could not take this step"),
+    ):
+        if spoiled is None:  # this is the rank that failed
+            continue
+        assert spoiled.skip.tolist() == [1.0]
+        with pytest.raises(InvalidState, match=text):
+            spoiled.check()
+
+
+class _NoRead(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "read on the host"
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _no_read():
+    """Raises where a tensor is read on the host."""
+    with pytest.MonkeyPatch.context() as patch, _NoRead():
+        patch.setattr(torch.Tensor, "tolist", None)
+        yield

@@ -28,7 +28,7 @@ OTHER_ROOTS = {
     f"{FUSED}/gradient_norm.py": "the L2 norm from the report's sum of squares",
     f"{FUSED}/kernels/csrc/gradient_stats.h": "the same norm, where the device decides about clipping",
     "ruda_torch/adamw.py": "the L2 norms per parameter group",
-    "ruda_torch/sharding.py": "the L2 norm over all ranks",
+    "ruda_torch/reduction.py": "the L2 norm over all ranks",
 }
 SQUARE_ROOT = re.compile(r"\w*(?<![a-z])r?sqrt(?:f|_rn|_)?\s*\(|__fsqrt|\*\*\s*\(?\s*0\.5|\.sqrt\b")
 # The step of a moment towards the gradient, coefficient * (g - m) or coefficient * (g * g - v); further,
@@ -145,14 +145,14 @@ def test_src_imports_only_the_declared_dependencies() -> None:
     assert not foreign, "neither tests, tools, benchmarks nor an undeclared package may be imported from src"
 
 
-def test_only_sharding_knows_torch_distributed() -> None:
+def test_two_files_know_torch_distributed() -> None:
     users = {
         relative(path)
         for path in sources(".py")
         for name in imported_modules(path)
         if name.startswith("torch.distributed") or "DTensor" in name
     }
-    assert users <= {"ruda_torch/sharding.py"}
+    assert users <= {"ruda_torch/sharding.py", "ruda_torch/reduction.py"}
 
 
 def test_optional_compilers_are_imported_by_their_backend_only() -> None:
