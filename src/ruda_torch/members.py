@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ruda_optim.fused_adamw import DifferentDevice, InvalidState, InvalidTensor, ShapeMismatch
-from ruda_optim.fused_adamw.storage import GRADIENT_DTYPES, TensorMemory, overlaps
+from ruda_optim.fused_adamw.storage import GRADIENT_DTYPES, TensorMemory, check_has_memory, check_memory, overlaps
 
 from . import sharding
 
@@ -135,7 +135,21 @@ def collect(
             _check_parameter(where, target)
             _check_state(member, split_master=split_master, capturable=capturable)
             members.append(member)
+    _check_memory(members, parts)
     return members, parts
+
+
+def _check_memory(members: Sequence[Member], gradients: Sequence[Tensor]) -> None:
+    """Raise :class:`InvalidTensor` unless what the step writes, as far as it exists, belongs to one tensor each."""
+    written = [(member.where, sharding.local(member.target)) for member in members]
+    for member in members:
+        masters = () if member.target.dtype is torch.float32 else (MASTER, REMAINDER)
+        for key in (*member.moments, *masters, "step"):
+            tensor = member.local(key)
+            if tensor is not None:
+                written.append((f"{key} of {member.where}", tensor))
+    names = (f"the gradient of {member.where}" for member in members)
+    check_memory(written, list(zip(names, gradients, strict=True)))
 
 
 def describe(group: int, index: int, names: Sequence[str] | None) -> str:
@@ -157,6 +171,7 @@ def _check_parameter(where: str, parameter: Tensor) -> None:
     local = sharding.local(parameter)
     if local.layout is not torch.strided or local.is_neg():
         raise InvalidTensor(f"{where} must be a dense tensor, got layout {local.layout}")
+    check_has_memory(where, local)
     if overlaps(local):
         raise InvalidTensor(
             f"{where} must not share memory between its elements; got shape {tuple(local.shape)} with strides "
@@ -202,6 +217,7 @@ def check_gradient(where: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         raise InvalidTensor(f"the gradient of {where} is a lazily negated view; assign p.grad.resolve_neg()")
     if gradient._is_zerotensor():
         raise InvalidTensor(f"the gradient of {where} is zero without memory; assign p.grad.clone()")
+    check_has_memory(f"the gradient of {where}", gradient)
     return gradient
 
 
@@ -254,11 +270,14 @@ def _check_state(member: Member, *, split_master: bool, capturable: bool) -> Non
             raise DifferentDevice(
                 f"{key} of {where} must be on the parameter's device {local.device}, got {part.device}"
             )
+        check_has_memory(f"{key} of {where}", part)
         if overlaps(part):
             raise InvalidState(
                 f"{key} of {where} must not share memory between its elements, got strides {part.stride()}"
             )
     step = state["step"]
+    if isinstance(step, torch.Tensor):
+        check_has_memory(f"step of {where}", sharding.local(step))
     device = parameter.device if capturable else torch.device("cpu")
     if not (
         isinstance(step, torch.Tensor) and step.dtype is torch.float32 and step.dim() == 0 and step.device == device

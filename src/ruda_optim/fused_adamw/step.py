@@ -21,6 +21,7 @@ from .storage import (
     StatisticsWorkspace,
     TensorMemory,
     adamw_scaled,
+    check_has_memory,
     coefficient_table,
     select,
 )
@@ -204,6 +205,7 @@ def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) ->
         raise InvalidTensor(f"{name} is a lazily negated view; call .resolve_neg()")
     if tensor._is_zerotensor():
         raise InvalidTensor(f"{name} is zero without memory; call .clone()")
+    check_has_memory(name, tensor)
 
 
 def _check_entry(

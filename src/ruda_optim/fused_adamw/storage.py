@@ -30,12 +30,14 @@ from .kernels.host import count_gradients as count_gradients
 from .kernels.host import same_objects as same_objects
 from .kernels.host import same_values as same_values
 from .kernels.library import level
+from .kernels.memory import check_has_memory as check_has_memory
+from .kernels.memory import check_memory as check_memory
+from .kernels.memory import overlaps as overlaps
 from .kernels.tables import GRADIENT_DTYPES as GRADIENT_DTYPES
 from .kernels.tables import Field as Field
 from .kernels.tables import Flag as Flag
 from .kernels.tables import LaunchTable as LaunchTable
 from .kernels.tables import TensorMemory as TensorMemory
-from .kernels.tables import overlaps as overlaps
 from .stats_plan import FAN_IN, ROW_ELEMENTS, StatsPlan
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.devi
         raise ShapeMismatch(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if tensor.device != device:
         raise DifferentDevice(f"{name} must be on {device}, got {tensor.device}")
+    check_has_memory(name, tensor)
 
 
 def cpu_level() -> str:

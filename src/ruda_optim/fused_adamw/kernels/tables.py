@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .memory import check_has_memory
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -103,18 +105,6 @@ class TensorMemory:
         )
 
 
-def overlaps(tensor: Tensor) -> bool:
-    """True if two elements may share memory, as in an expanded tensor (sufficient; exact for views by slicing)."""
-    if tensor.numel() == 0:
-        return False  # whatever its strides say
-    reach = 0  # the farthest offset that the dimensions seen so far can produce
-    for stride, size in sorted((st, si) for si, st in zip(tensor.shape, tensor.stride(), strict=True) if si > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
 def describe_layout(roles: Sequence[Tensor | None]) -> list[int] | None:
     """How to walk tensors of one shape whose memory may be laid out differently.
 
@@ -154,7 +144,7 @@ class LaunchTable:
     """One launch over many tensors of one device.
 
     Args:
-        memories: one entry per tensor, none of them empty; checked by the caller.
+        memories: one entry per tensor, none of them empty; checked by the caller. A tensor without memory is refused.
         device: the device of all of them.
 
     Attributes:
@@ -218,7 +208,10 @@ class LaunchTable:
         self._records[index] = record
 
         def pointer(tensor: Tensor | None) -> int:
-            return 0 if tensor is None else tensor.data_ptr()
+            if tensor is None:
+                return 0
+            check_has_memory(f"every tensor of column {index}", tensor)
+            return tensor.data_ptr()
 
         def output(out: Tensor | None, default: Tensor | None) -> int:
             return pointer(default if out is None else out)
