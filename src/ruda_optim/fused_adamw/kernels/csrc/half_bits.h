@@ -63,9 +63,10 @@ RUDA_HD SplitMaster split_master(float x) {
   return {static_cast<unsigned short>((bits + 0x8000u) >> 16), static_cast<unsigned short>(bits)};
 }
 
+// Somebody else may have written `high` since: no number lies below a zero, and borrowing from one would make a NaN.
 RUDA_HD float join_master(SplitMaster master) {
   const unsigned bits = (static_cast<unsigned>(master.high) << 16) | master.remainder;
-  return bits_float(bits - ((bits & 0x8000u) << 1));
+  return bits_float((bits & 0x7fff0000u) == 0u ? bits : bits - ((bits & 0x8000u) << 1));
 }
 
 }  // namespace ruda

@@ -150,9 +150,9 @@ def bf16_from_float(x):
 
 @triton.jit
 def join_master(high, low):
-    """The FP32 value of a split master: csrc/half.h says how it was split."""
+    """The FP32 value of a split master: csrc/half_bits.h says how it was split, and what a zero is."""
     bits = (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
-    return bits_float(bits - ((bits & 0x8000) << 1))
+    return bits_float(tl.where((bits & 0x7FFF0000) == 0, bits, bits - ((bits & 0x8000) << 1)))
 
 
 @triton.jit
