@@ -5,8 +5,9 @@ Inputs and their aliases are never written. Every check comes before the first a
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -27,9 +28,12 @@ from .storage import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from typing import Any
 
     from torch import Tensor
+
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 _DEFAULT_CONTROL = StepControl()
 _DEFAULT_GUARD = GradientGuardOptions()
@@ -46,6 +50,18 @@ class GuardedUpdate:
     decision: GradientDecision
 
 
+def _outside_of_graphs(function: _Function) -> _Function:
+    """Break the graph of ``torch.compile`` around ``function``, which reads addresses and branches on values."""
+    eager = torch._disable_dynamo(function)  # type: ignore[attr-defined]  # imports the compiler at its first call
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (eager if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@_outside_of_graphs
 def adamw_step(
     parameters: Tensor,
     gradients: Tensor,
@@ -85,6 +101,7 @@ def adamw_step(
     return _launch([(parameters, gradients, state)], [coefficients], options, 1.0)[0]
 
 
+@_outside_of_graphs
 def gradient_stats(gradients: Sequence[Tensor], gradient_scale: float = 1.0) -> GradientStats:
     """One global L2 norm over all gradients as if concatenated, after unscaling. Reads each gradient once.
 
@@ -120,6 +137,7 @@ def gradient_stats(gradients: Sequence[Tensor], gradient_scale: float = 1.0) -> 
     return _statistics(gradients, control)
 
 
+@_outside_of_graphs
 def guarded_adamw_step(
     entries: Sequence[tuple[Tensor, Tensor, AdamWState | None]],
     options: AdamWOptions,
