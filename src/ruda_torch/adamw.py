@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ from ruda_optim.fused_adamw import InvalidOption, InvalidState
 from . import checkpoint, compiled, sharding
 from .capturable import CapturableStep, CapturedReport
 from .fused import FusedStep, StepReport
+from .hyperparameters import float_betas, group_options
 from .members import MASTER, REMAINDER, check_parameter_dtype
 from .plan import same
-from .settings import Settings, check_group, check_settings, float_betas
+from .settings import Settings, check_grad_scale, check_group_keys, check_group_switches, check_served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,6 +30,30 @@ if TYPE_CHECKING:
 _NO_STEP = StepReport(skipped=False, grad_norm=math.nan, clip_factor=1.0)
 
 
+class _Live:
+    """What changes while an optimizer lives, held in one object.
+
+    Lightning and Fabric wrap an optimizer in an object of a subclass of its class, which finds the attributes through
+    ``__getattr__`` or in a copy of ``__dict__``. Either way it finds this object, so that what it reads is what the
+    optimizer does, and what is assigned through it reaches the optimizer.
+    """
+
+    def __init__(self, owner: AdamW, settings: Settings, engine: FusedStep) -> None:
+        self._owner = weakref.ref(owner)
+        self.settings = settings
+        self.engine = engine
+        self.last: StepReport | CapturedReport = _NO_STEP
+        self.last_group_norms: tuple[float, ...] | None = None
+        self.state_shown = True
+        self.parameters = [p for group in owner.__dict__.get("param_groups", ()) for p in group["params"]]
+
+    @property
+    def owner(self) -> AdamW:
+        owner = self._owner()
+        assert owner is not None  # a wrapper holds what it wraps
+        return owner
+
+
 class AdamW(torch.optim.AdamW):
     """AdamW / AMSGrad; with ``fused_step=True`` one kernel updates all parameters of all groups.
 
@@ -36,7 +62,7 @@ class AdamW(torch.optim.AdamW):
 
     Args:
         params: parameters or parameter groups. The fused step takes FP32, FP16 and BF16 parameters of any layout; FP16
-            and BF16 parameters get an FP32 master, and the kernel writes the half copy beside it.
+            parameters get an FP32 master, BF16 parameters 16 more bits each. A frozen parameter may be anything.
         lr: learning rate, float or one-element tensor, >= 0. Read at every step, like ``betas``. Default 1e-3.
         betas: decay of the two moments, each in [0, 1). Default (0.9, 0.999).
         eps: added outside the square root, > 0. Default 1e-8.
@@ -51,10 +77,14 @@ class AdamW(torch.optim.AdamW):
         hierarchical_stats: merge gradient statistics in stages with bounded scratch (needs ``fused_step``). Recommended
             on accelerators. Default False.
         max_grad_norm: clip all gradients of all groups to this global L2 norm inside the update (needs ``fused_step``);
-            0 removes the gradients' effect, None does not clip. Gradients themselves are never rewritten. Default None.
+            0 removes the gradients' effect, infinity measures and never clips, None does not clip. Gradients themselves
+            are never rewritten. Default None.
         check_finite: with ``fused_step``: one NaN or infinity anywhere skips the whole step. Default True.
-        split_master: keep the masters of BF16 parameters as the parameter plus 16 bits instead of FP32, two bytes per
-            element less (needs ``fused_step``). The parameter is then rounded with ties away from zero. Default False.
+        split_master: None or True keeps the masters of BF16 parameters as the parameter plus 16 bits, False in FP32,
+            two bytes per element more (needs ``fused_step``). A parameter with a split master is rounded with ties
+            away from zero. FP16 parameters always get an FP32 master. Default None.
+
+    None of these settings goes into a parameter group.
 
     Attributes:
         last_step_skipped: whether the last step was skipped.
@@ -89,22 +119,21 @@ class AdamW(torch.optim.AdamW):
         hierarchical_stats: bool = False,
         max_grad_norm: float | None = None,
         check_finite: bool = True,
-        split_master: bool = False,
+        split_master: bool | None = None,
     ) -> None:
         settings = Settings(hierarchical_stats, max_grad_norm, check_finite, split_master)
-        check_settings(settings, fused_step=fused_step)
+        check_served(settings, fused_step=fused_step)
         if fused_step:
             for name, value in (("foreach", foreach), ("fused", fused), ("differentiable", differentiable)):
                 if value:
                     raise InvalidOption(
                         f"{name}={value!r} chooses one of torch's steps; leave it out with fused_step=True"
                     )
+            group_options(None, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
             betas = float_betas(betas)
-            check_group(0, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._fused_step = bool(fused_step)
         self._capturable = bool(capturable)
-        self._settings = settings
-        self._start()
+        self._start(settings)
         super().__init__(
             params,
             lr,
@@ -118,18 +147,15 @@ class AdamW(torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._state_shown = False  # torch's constructor assigned an empty state and kept nothing of it
+        self._live.state_shown = False  # torch's constructor assigned an empty state and kept nothing of it
         self._announce_scaling()
 
-    def _start(self) -> None:
-        self._engine = self._new_engine()
-        self._last: StepReport | CapturedReport = _NO_STEP
-        self._last_group_norms: tuple[float, ...] | None = None
+    def _start(self, settings: Settings) -> None:
+        self._live = _Live(self, settings, self._new_engine(settings))
         self._number = compiled.register(self)
-        self._parameters = [parameter for group in getattr(self, "param_groups", ()) for parameter in group["params"]]
 
-    def _new_engine(self, skipped_steps: int = 0) -> FusedStep:
-        return (CapturableStep if self._capturable else FusedStep)(self._settings, skipped_steps)
+    def _new_engine(self, settings: Settings, skipped_steps: int = 0) -> FusedStep:
+        return (CapturableStep if self._capturable else FusedStep)(settings, skipped_steps)
 
     def _announce_scaling(self) -> None:
         """Tell torch.amp.GradScaler that step() takes grad_scale and found_inf and does not want unscaled gradients."""
@@ -145,19 +171,22 @@ class AdamW(torch.optim.AdamW):
     @property
     def settings(self) -> Settings:
         """``hierarchical_stats``, ``max_grad_norm``, ``check_finite`` and ``split_master``."""
-        return self._settings
+        return self._live.settings
 
     @property
     def max_grad_norm(self) -> float | None:
         """May be assigned between steps."""
-        return self._settings.max_grad_norm
+        return self._live.settings.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        settings = replace(self._settings, max_grad_norm=value)
-        check_settings(settings, fused_step=self._fused_step)
-        self._settings = settings
-        self._engine = self._new_engine(self._engine.skipped_steps)
+        settings = replace(self._live.settings, max_grad_norm=value)
+        check_served(settings, fused_step=self._fused_step)
+        self._change(settings)
+
+    def _change(self, settings: Settings) -> None:
+        live = self._live
+        live.settings, live.engine = settings, self._new_engine(settings, live.engine.skipped_steps)
 
     @property
     def state(self) -> Any:
@@ -166,59 +195,64 @@ class AdamW(torch.optim.AdamW):
         Whoever is handed it may put other tensors into it at any later time, so from then on every step looks whether
         it did. Until then there is nothing to look for, which matters to models of thousands of small tensors.
         """
-        self._state_shown = True
-        return self.__dict__["state"]
+        self._live.state_shown = True
+        return self._live.owner.__dict__["state"]
 
     @state.setter
     def state(self, value: Any) -> None:
-        self._state_shown = True  # whoever assigned it has it
-        self.__dict__["state"] = value
+        self._live.state_shown = True  # whoever assigned it has it
+        self._live.owner.__dict__["state"] = value
 
     # ---- what the last step did --------------------------------------------------------------------------------------
 
     @property
     def last_step_skipped(self) -> bool:
-        return self._last.skipped
+        return self._live.last.skipped
 
     @property
     def last_grad_norm(self) -> float:
-        return self._last.grad_norm
+        return self._live.last.grad_norm
 
     @property
     def last_clip_factor(self) -> float:
-        return self._last.clip_factor
+        return self._live.last.clip_factor
 
     @property
     def last_group_norms(self) -> tuple[float, ...]:
-        if self._last_group_norms is None:
-            self._last_group_norms = self._last.group_norms()
-        return self._last_group_norms
+        live = self._live
+        if live.last_group_norms is None:
+            live.last_group_norms = live.last.group_norms()
+        return live.last_group_norms
 
     @property
     def skipped_steps(self) -> int:
-        return self._engine.skipped_steps
+        return self._live.engine.skipped_steps
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch's method of the same name does."""
-        if self._fused_step:
-            number = len(self.param_groups)
-            betas = param_group.get("betas")
-            if betas is not None:
-                param_group["betas"] = float_betas(betas)
-            check_group(number, {**self.defaults, **param_group})
-            params = param_group["params"]
-            params = [params] if isinstance(params, torch.Tensor) else list(params)
-            param_group["params"] = params
-            for index, entry in enumerate(params):
-                parameter = entry[1] if isinstance(entry, tuple) else entry
-                if isinstance(parameter, torch.Tensor):
-                    check_parameter_dtype(
-                        f"parameter {index} of group {number}", parameter, split_master=self._settings.split_master
-                    )
+        if isinstance(param_group, dict):  # anything else, and a set of parameters, is torch's to refuse
+            self._check_group(len(self.param_groups), param_group)
         super().add_param_group(param_group)
-        self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._live.parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _check_group(self, number: int, group: dict[str, Any]) -> None:
+        check_group_keys(number, group)
+        if not self._fused_step:
+            return
+        check_group_switches(number, group, capturable=self._capturable)
+        group_options(number, {**self.defaults, **group})
+        params = group["params"]
+        if not isinstance(params, (torch.Tensor, set)):
+            group["params"] = params = list(params)  # an iterator yields its parameters once
+        for index, entry in enumerate([params] if isinstance(params, torch.Tensor) else params):
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            # What is frozen takes part in no step, and may be anything.
+            if isinstance(parameter, torch.Tensor) and parameter.requires_grad:
+                check_parameter_dtype(f"parameter {index} of group {number}", parameter)
+        if "betas" in group:
+            group["betas"] = float_betas(group["betas"])
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,12 +276,18 @@ class AdamW(torch.optim.AdamW):
 
         return step
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float | Tensor | None = None
+    ) -> float | None:
         """Update every parameter that has a gradient.
 
         Args:
             closure: reevaluates the model and returns the loss; called once, with gradients enabled, before anything
                 else.
+            grad_scale: with ``fused_step=True``: what the gradients were multiplied by (loss scaling), finite and > 0;
+                a number or a tensor with one element, which is not waited for on an accelerator. The step divides by
+                it before it measures and clips, and the gradients stay as they are. A GradScaler hands its scale over
+                by itself; this one is a further factor then. Default None, the factor 1.
 
         Returns:
             What the closure returned, or None.
@@ -255,6 +295,8 @@ class AdamW(torch.optim.AdamW):
         Raises:
             FusedAdamWError: with ``fused_step=True``, something does not fit; parameters and state are as before.
         """
+        if grad_scale is not None:
+            check_grad_scale(grad_scale, fused_step=self._fused_step)
         if not self._fused_step:
             return _torch_step(self, closure)
         loss = None
@@ -263,21 +305,30 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         if torch.compiler.is_compiling():
             with torch.no_grad():
-                compiled.step(self._number, self._parameters)
+                compiled.step(self._number, self._live.parameters, grad_scale)
         else:
-            self._run()
+            self._run(grad_scale=grad_scale)
         return loss
 
-    def _run(self, gradients: list[Tensor | None] | None = None, targets: list[Tensor] | None = None) -> None:
-        self._last_group_norms = None
-        self._last = self._engine.run(
+    def _run(
+        self,
+        gradients: list[Tensor | None] | None = None,
+        targets: list[Tensor] | None = None,
+        grad_scale: float | Tensor | None = None,
+    ) -> None:
+        live = self._live
+        scale = getattr(self, "grad_scale", None)  # what a GradScaler hands over
+        if grad_scale is not None:
+            scale = grad_scale if scale is None else scale * grad_scale
+        live.last_group_norms = None
+        live.last = live.engine.run(
             self.param_groups,
             self.__dict__["state"],
-            getattr(self, "grad_scale", None),
+            scale,
             getattr(self, "found_inf", None),
             gradients,
             targets,
-            state_shown=self._state_shown,
+            state_shown=live.state_shown,
         )
 
     def run_compiled(self, positions: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -288,7 +339,7 @@ class AdamW(torch.optim.AdamW):
             params, grads: their memory and their gradients, possibly the graph's copies.
         """
         everything = [parameter for group in self.param_groups for parameter in group["params"]]
-        if not same(everything, self._parameters):
+        if not same(everything, self._live.parameters):
             raise InvalidState(
                 "the parameter groups changed after the step was compiled; call torch.compiler.reset() and compile "
                 "again"
@@ -323,19 +374,31 @@ class AdamW(torch.optim.AdamW):
                 if REMAINDER in state:
                     sharding.local(state[REMAINDER]).zero_()
 
+    def __repr__(self) -> str:
+        """Torch's text, with this class's settings above the groups."""
+        text = super().__repr__()
+        if not self._fused_step:
+            return text
+        opening, _, groups = text.partition("\n")
+        own = {"fused_step": True, "capturable": self._capturable, **asdict(self._live.settings)}
+        return "\n".join([opening, *(f"    {name}: {own[name]}" for name in sorted(own)), groups])
+
     # ---- saving and loading ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
         """Torch's state dict; with ``fused_step=True`` also this class's settings under the key ``ruda``."""
         if not self._fused_step:
             return super().state_dict()
-        shown = self._state_shown
+        shown = self._live.state_shown
         saved = super().state_dict()
         if not (self._optimizer_state_dict_pre_hooks or self._optimizer_state_dict_post_hooks):
             # Torch hands out the state's own dicts; with copies of them, nobody can put other tensors into the state.
-            saved["state"] = {key: dict(entry) for key, entry in saved["state"].items()}
-            self._state_shown = shown
-        saved[checkpoint.KEY] = checkpoint.settings_entry(self._settings)
+            # What is no plain dict is somebody's own, and goes out as it is.
+            entries = saved["state"]
+            saved["state"] = {key: dict(entry) if type(entry) is dict else entry for key, entry in entries.items()}
+            if all(type(entry) is dict for entry in entries.values()):
+                self._live.state_shown = shown
+        saved[checkpoint.KEY] = checkpoint.settings_entry(self._live.settings)
         return saved
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -349,14 +412,18 @@ class AdamW(torch.optim.AdamW):
             ValueError: groups or shapes that do not fit, with the parameter's name; a checkpoint that disagrees about
                 ``amsgrad`` (see :func:`ruda_torch.convert_amsgrad`).
         """
+        if self._live.owner is not self:  # called through a wrapper, which would load into itself
+            self._live.owner.load_state_dict(state_dict)
+            return
         if not self._fused_step:
             super().load_state_dict(state_dict)
+            checkpoint.warn_of_loss(state_dict)
             return
-        shown = self._state_shown
-        self._settings = checkpoint.load(self, super().load_state_dict, state_dict)
+        shown = self._live.state_shown
+        settings = checkpoint.load(self, super().load_state_dict, state_dict)
         if not (self._optimizer_load_state_dict_pre_hooks or self._optimizer_load_state_dict_post_hooks):
-            self._state_shown = shown
-        self._engine = self._new_engine(self._engine.skipped_steps)
+            self._live.state_shown = shown
+        self._change(settings)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -364,7 +431,7 @@ class AdamW(torch.optim.AdamW):
             checkpoint.KEY: {
                 "fused_step": self._fused_step,
                 "capturable": self._capturable,
-                **asdict(self._settings),
+                **asdict(self._live.settings),
             },
         }
 
@@ -374,10 +441,8 @@ class AdamW(torch.optim.AdamW):
         super().__setstate__(state)
         if own is not None:  # unpickling or copying; load_state_dict passes groups and state alone
             own = dict(own)
-            self._state_shown = True
             self._fused_step, self._capturable = own.pop("fused_step"), own.pop("capturable")
-            self._settings = Settings(**own)
-            self._start()
+            self._start(Settings(**own))
             self._announce_scaling()
 
 

@@ -17,6 +17,7 @@ from ruda_optim.fused_adamw import InvalidOption, storage
 
 from . import sharding
 from .fused import CLIP_EPSILON, FusedStep, StepReport, combined
+from .hyperparameters import hyperparameters
 from .members import collect, describe_position
 from .plan import StepPlan, own_gradients
 
@@ -102,7 +103,7 @@ class CapturableStep(FusedStep):
         state_shown: bool = True,
     ) -> StepReport | CapturedReport:
         """One step over all groups; see :meth:`FusedStep.run`. ``grad_scale`` and ``found_inf`` stay on the device."""
-        rows = [self._hyperparameters(number, group) for number, group in enumerate(groups)]
+        rows = [self._row(number, group) for number, group in enumerate(groups)]
         if self._cache.follow(groups) is not None:
             raise InvalidOption(
                 "capturable=True does not take sharded parameters (DTensor): the sum over ranks is read on the host; "
@@ -115,8 +116,7 @@ class CapturableStep(FusedStep):
             sharding.check_not_replaced(
                 parameters, gradients, partial(describe_position, groups), self._cache.in_modules
             )
-            split_master = self._settings.split_master
-            members, parts = collect(groups, state, gradients, targets, split_master=split_master, capturable=True)
+            members, parts = collect(groups, state, gradients, targets, settings=self._settings, capturable=True)
             devices = {gradient.device for gradient in parts}
             if len(devices) > 1:
                 raise InvalidOption(
@@ -129,7 +129,7 @@ class CapturableStep(FusedStep):
                         "where there is no graph to capture"
                     )
             for member in members:
-                member.allocate(split_master=split_master, capturable=True)
+                member.allocate(settings=self._settings, capturable=True)
             plan = StepPlan(members, parts, capturable=True)
             plan.commit(state)  # zeros: valid whether or not the device updates
             if targets is None:
@@ -209,15 +209,14 @@ class CapturableStep(FusedStep):
             memory["hyperparameters"].copy_(torch.tensor(rows, dtype=torch.float64, device="cpu"))
             self._host_rows = rows
         for number, group in enumerate(groups):
-            for column, value in enumerate((group["lr"], *group["betas"])):
+            for column, value in enumerate(hyperparameters(group)):
                 if isinstance(value, torch.Tensor):
                     memory["hyperparameters"][number, column : column + 1].copy_(value.detach().reshape(1))
 
-    def _hyperparameters(self, number: int, group: dict[str, Any]) -> tuple[float, ...]:
-        """A group's row. A tensor's value is not looked at: it is copied on the device, and stands as 0 here."""
-        known = {**group, "lr": _number(group["lr"]), "betas": tuple(map(_number, group["betas"]))}
-        options = self._group_options(number, known)
-        max_norm = self._settings.max_grad_norm
+    def _row(self, number: int, group: dict[str, Any]) -> tuple[float, ...]:
+        """A group's row. A tensor's value is not looked at: it is copied on the device."""
+        options = self._hyperparameters.read(number, group, look=False)
+        max_norm = self._settings.clip_norm
         return (
             options.learning_rate,
             options.beta1,
@@ -228,10 +227,6 @@ class CapturableStep(FusedStep):
             -1.0 if max_norm is None else max_norm,
             CLIP_EPSILON,
         )
-
-
-def _number(value: Any) -> Any:
-    return 0.0 if isinstance(value, torch.Tensor) else value
 
 
 def _on(device: torch.device, value: Tensor | float) -> Tensor:

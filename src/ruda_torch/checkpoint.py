@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ruda_optim.fused_adamw import GradientGuardOptions, InvalidOption, InvalidState, ShapeMismatch
+from ruda_optim.fused_adamw import InvalidOption, InvalidState, ShapeMismatch
 
-from . import sharding
+from . import masters, migration, sharding
+from .hyperparameters import group_options
 from .members import MASTER, MOMENTS, REMAINDER, step_counter
+from .settings import check_group_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 KEY = "ruda"
 """Top-level key of a state dict under which this library's settings travel, as plain numbers."""
 FORMAT = 1
-_SWITCHES = ("foreach", "fused", "differentiable", "capturable")
+_SWITCHES = ("foreach", "fused", "differentiable", "capturable", "decoupled_weight_decay")
 _STATE_DTYPES = {**dict.fromkeys(MOMENTS, torch.float32), MASTER: torch.float32, REMAINDER: torch.bfloat16}
 
 
@@ -45,6 +48,7 @@ def load(optimizer: AdamW, torch_load: Callable[[StateDict], None], state_dict: 
 
     def take_state(_: object, incoming: StateDict) -> StateDict:
         nonlocal settings
+        migration.check_origin(incoming)
         settings = _loaded_settings(incoming.get(KEY), settings)
         groups = _checked_groups(optimizer, incoming["param_groups"])
         converted.update(_convert_state(optimizer, groups, incoming["state"]))
@@ -53,6 +57,8 @@ def load(optimizer: AdamW, torch_load: Callable[[StateDict], None], state_dict: 
     def put_state(_: object) -> None:
         optimizer.state.update(converted)
 
+    if not isinstance(state_dict, dict):
+        migration.check_origin(state_dict)  # torch would copy it before any hook sees it
     handles = [
         optimizer.register_load_state_dict_pre_hook(take_state),
         optimizer.register_load_state_dict_post_hook(put_state, prepend=True),
@@ -63,6 +69,26 @@ def load(optimizer: AdamW, torch_load: Callable[[StateDict], None], state_dict: 
         for handle in handles:
             handle.remove()
     return settings
+
+
+def warn_of_loss(state_dict: StateDict) -> None:
+    """Warn if a checkpoint of the fused step holds what torch's own step does not do."""
+    entry = state_dict.get(KEY)
+    if not isinstance(entry, dict):
+        return
+    lost = []
+    if entry.get("max_grad_norm") is not None:
+        lost.append(f"clipping (max_grad_norm={entry['max_grad_norm']})")
+    if entry.get("check_finite"):
+        lost.append("the check for NaN and infinity (check_finite=True)")
+    if any(MASTER in held or REMAINDER in held for held in state_dict.get("state", {}).values()):
+        lost.append("the FP32 masters of half parameters")
+    if lost:
+        warnings.warn(
+            f"this checkpoint of the fused step loses {' and '.join(lost)} in an optimizer with fused_step=False; "
+            "build it with fused_step=True to keep them",
+            stacklevel=3,
+        )
 
 
 def convert_amsgrad(state_dict: StateDict, *, amsgrad: bool) -> StateDict:
@@ -95,14 +121,12 @@ def _loaded_settings(entry: Any, live: Settings) -> Settings:
             f"the checkpoint's '{KEY}' entry must have format {FORMAT}, got {came!r}; it was written by another "
             "version of ruda-optim. Drop the entry to load the rest"
         )
-    max_grad_norm, check_finite = entry.get("max_grad_norm"), entry.get("check_finite")
     try:
-        GradientGuardOptions(max_norm=max_grad_norm)
+        return replace(live, max_grad_norm=entry["max_grad_norm"], check_finite=entry["check_finite"])
+    except KeyError as error:
+        raise InvalidState(f"the checkpoint's '{KEY}' entry has no {error}") from None
     except InvalidOption as error:
-        raise InvalidState(f"the checkpoint's '{KEY}' entry does not hold a max_grad_norm: {error}") from None
-    if not isinstance(check_finite, bool):
-        raise InvalidState(f"the checkpoint's '{KEY}' entry must hold check_finite True or False, got {check_finite!r}")
-    return replace(live, max_grad_norm=max_grad_norm, check_finite=check_finite)
+        raise InvalidState(f"the checkpoint's '{KEY}' entry does not hold the settings: {error}") from None
 
 
 def _checked_groups(optimizer: AdamW, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -122,6 +146,17 @@ def _checked_groups(optimizer: AdamW, saved_groups: list[dict[str, Any]]) -> lis
                 f"amsgrad={bool(live['amsgrad'])}), or build the optimizer like the checkpoint"
             )
         group = {**saved, **{name: live[name] for name in _SWITCHES if name in live}}
+        missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in group]
+        if missing:
+            raise InvalidState(
+                f"group {number} of the checkpoint has no {', '.join(missing)}, only {', '.join(map(str, saved))}; is "
+                "it an AdamW checkpoint?"
+            )
+        try:
+            check_group_keys(number, group)
+            group_options(number, group)
+        except InvalidOption as error:
+            raise InvalidState(f"the checkpoint does not fit: {error}") from None
         names, live_names = saved.get("param_names"), live.get("param_names")
         # Names that are a permutation of ours say which state belongs to whom; any other names (a wrapper's prefix) do
         # not, and the position decides, as it does in torch.
@@ -139,7 +174,10 @@ def _convert_state(optimizer: AdamW, groups: list[dict[str, Any]], saved: dict[A
         names = group.get("param_names") or live.get("param_names")
         for index, (key, parameter) in enumerate(zip(group["params"], live["params"], strict=True)):
             entry = rest.pop(key, None)
-            if not entry:
+            if entry is None:
+                continue
+            if not isinstance(entry, dict) or not entry:
+                state[parameter] = deepcopy(entry)  # not ours
                 continue
             where = f"parameter {index} of group {number}" + (f" ({names[index]})" if names else "")
             for needed in ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if live["amsgrad"] else ())):
@@ -148,14 +186,19 @@ def _convert_state(optimizer: AdamW, groups: list[dict[str, Any]], saved: dict[A
                         f"the checkpoint's state of {where} has no {needed}, only {', '.join(map(str, entry))}; is it "
                         "an AdamW checkpoint?"
                     )
-            entry = _without_useless_master(entry, parameter)
-            _check_master(where, entry, split_master=optimizer.settings.split_master)
-            state[parameter] = {
+            if "max_exp_avg_sq" in entry and not live["amsgrad"]:
+                raise InvalidState(
+                    f"the checkpoint's state of {where} has a max_exp_avg_sq, but its group amsgrad=False; load "
+                    "ruda_torch.convert_amsgrad(state_dict, amsgrad=False), which drops it"
+                )
+            converted = {
                 name: step_counter(where, value)
                 if name == "step"
                 else _convert(f"{name} of {where}", name, value, parameter)
-                for name, value in entry.items()
+                for name, value in _without_useless_master(entry, parameter).items()
             }
+            _convert_master(converted, parameter, split=optimizer.settings.keeps_split(parameter.dtype))
+            state[parameter] = converted
     state.update(deepcopy(rest))  # state of no parameter: somebody's own, kept as torch keeps it
     return state
 
@@ -163,23 +206,31 @@ def _convert_state(optimizer: AdamW, groups: list[dict[str, Any]], saved: dict[A
 def _without_useless_master(entry: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Leave out a master that no longer says anything; the next step makes one from the parameter.
 
-    An FP32 parameter is its own master. A master in another dtype went through an optimizer that keeps none:
-    torch.optim.AdamW casts what it does not know to the parameter's dtype and then updates the parameter alone.
+    An FP32 parameter is its own master, and what lies below a BF16 number says nothing about an FP16 one. A master in
+    another dtype went through an optimizer that keeps none: torch.optim.AdamW casts what it does not know to the
+    parameter's dtype and then updates the parameter alone.
     """
     useless = {MASTER, REMAINDER} if parameter.dtype is torch.float32 else set()
+    if parameter.dtype is not torch.bfloat16:
+        useless.add(REMAINDER)
     master = entry.get(MASTER)
     if isinstance(master, torch.Tensor) and master.dtype is not torch.float32:
         useless.add(MASTER)
     return {name: value for name, value in entry.items() if name not in useless}
 
 
-def _check_master(where: str, entry: dict[str, Any], *, split_master: bool) -> None:
-    for key, split in ((MASTER, False), (REMAINDER, True)):
-        if key in entry and split is not split_master:
-            raise InvalidState(
-                f"the checkpoint's state of {where} holds '{key}', which needs split_master={split}; this optimizer "
-                f"has split_master={split_master}"
-            )
+def _convert_master(entry: dict[str, Any], parameter: Tensor, *, split: bool) -> None:
+    """Turn the master of a half parameter into the kind that this optimizer keeps; both lie as the parameter does."""
+    if split and MASTER in entry:
+        master = sharding.local(entry.pop(MASTER))
+        if REMAINDER not in entry:
+            entry[REMAINDER] = torch.empty_like(parameter, requires_grad=False)
+            sharding.local(entry[REMAINDER]).copy_(masters.remainder_of(master))
+    elif not split and REMAINDER in entry:
+        remainder = sharding.local(entry.pop(REMAINDER))
+        if MASTER not in entry:
+            entry[MASTER] = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+            sharding.local(entry[MASTER]).copy_(masters.joined(sharding.local(parameter), remainder))
 
 
 def _convert(what: str, name: str, value: Any, parameter: Tensor) -> Any:

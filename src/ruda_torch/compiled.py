@@ -39,13 +39,14 @@ def register(optimizer: AdamW) -> int:
     return number
 
 
-def step(number: int, parameters: Sequence[Tensor]) -> None:
+def step(number: int, parameters: Sequence[Tensor], grad_scale: float | Tensor | None) -> None:
     """Trace one step of optimizer ``number``. ``parameters`` are those of all groups, in order.
 
-    DTensors leave the graph for their step: an operator over them would need a rule for how it splits.
+    DTensors leave the graph for their step: an operator over them would need a rule for how it splits. So does a step
+    with a loss scale of its own: the operator would have to take a number or a tensor.
     """
-    if any(map(sharding.is_sharded, parameters)):
-        _eager_step(number)
+    if grad_scale is not None or any(map(sharding.is_sharded, parameters)):
+        _eager_step(number, grad_scale)
         return
     positions = [position for position, parameter in enumerate(parameters) if parameter.grad is not None]
     active = [parameters[position] for position in positions]
@@ -56,8 +57,8 @@ def step(number: int, parameters: Sequence[Tensor]) -> None:
 
 # As torch.optim does: torch.compiler.disable would import the compiler together with this module.
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _eager_step(number: int) -> None:
-    _optimizers[number]._run()
+def _eager_step(number: int, grad_scale: float | Tensor | None) -> None:
+    _optimizers[number]._run(grad_scale=grad_scale)
 
 
 @torch.library.impl(_LIBRARY, "adamw_step", "CompositeExplicitAutograd")

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ruda_optim.fused_adamw import (
-    AdamWOptions,
     GradientGuardOptions,
     GradientStats,
-    InvalidOption,
     StepControl,
     storage,
 )
 
 from . import sharding
+from .hyperparameters import Hyperparameters
 from .members import collect, describe_position
 from .plan import PlanCache, StepPlan, own_gradients, split
 from .reduction import Reduction
@@ -29,6 +28,7 @@ from .reduction import Reduction
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ruda_optim.fused_adamw import AdamWOptions
     from ruda_optim.fused_adamw.storage import StatisticsWorkspace
 
     from .plan import Part
@@ -89,10 +89,10 @@ class FusedStep:
 
     def __init__(self, settings: Settings, skipped_steps: int = 0) -> None:
         self._settings = settings
-        self._guarded = settings.check_finite or settings.max_grad_norm is not None
+        self._guarded = settings.measures
         self._cache = PlanCache(hierarchical=settings.hierarchical_stats, guarded=self._guarded)
-        self._guard = GradientGuardOptions(max_norm=settings.max_grad_norm, epsilon=CLIP_EPSILON)
-        self._options: dict[int, tuple[Any, AdamWOptions]] = {}
+        self._guard = GradientGuardOptions(max_norm=settings.clip_norm, epsilon=CLIP_EPSILON)
+        self._hyperparameters = Hyperparameters()
         self._skipped_steps = skipped_steps
 
     @property
@@ -144,7 +144,7 @@ class FusedStep:
         reduction: Reduction | None,
     ) -> StepReport:
         control = StepControl(gradient_scale=1.0 if grad_scale is None else float(grad_scale))
-        options = [self._group_options(number, group) for number, group in enumerate(groups)]
+        options = [self._hyperparameters.read(number, group) for number, group in enumerate(groups)]
         parameters = self._cache.parameters
         if reduction is not None:
             gradients = own_gradients(parameters) if gradients is None else gradients
@@ -194,7 +194,7 @@ class FusedStep:
         reduction: Reduction | None,
     ) -> tuple[StepReport, StepPlan | None]:
         """A step whose tensors are new: check them, decide, and only then allocate what their state lacks."""
-        members, present = collect(groups, state, gradients, targets, split_master=self._settings.split_master)
+        members, present = collect(groups, state, gradients, targets, settings=self._settings)
         parts = split(members, [storage.TensorMemory(gradient) for gradient in present])
         for part in parts:
             storage.select(part.table.device)  # raises where the device's kernels cannot run
@@ -202,7 +202,7 @@ class FusedStep:
         if report.skipped:
             return report, None
         for member in members:
-            member.allocate(split_master=self._settings.split_master)
+            member.allocate(settings=self._settings)
         plan = StepPlan(members, present)
         self._update(plan, options, control, report.clip_factor)
         plan.commit(state)
@@ -251,7 +251,8 @@ class FusedStep:
         decision = stats.decision(self._guard)
         if decision.skip_update and not self._settings.check_finite:
             # The check is off: NaN and infinity go where IEEE arithmetic sends them, with max_norm / infinity = 0.
-            return StepReport(False, math.inf, 0.0, sources, groups, norms)
+            clip_factor = 1.0 if self._settings.clip_norm is None else 0.0
+            return StepReport(False, math.inf, clip_factor, sources, groups, norms)
         return StepReport(decision.skip_update, stats.total_norm, decision.clip_factor, sources, groups, norms)
 
     def _update(
@@ -274,33 +275,3 @@ class FusedStep:
             step = member.local("step")
             if step is not None:
                 step += 1.0
-
-    def _group_options(self, number: int, group: dict[str, Any]) -> AdamWOptions:
-        """A group's hyperparameters, checked; the same object while their values stay the same."""
-        betas = group["betas"]
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise InvalidOption(f"group {number}: betas must be two numbers in [0, 1), got {betas!r}")
-        values = (group["lr"], *betas, group["eps"], group["weight_decay"])
-        if any(isinstance(value, torch.Tensor) for value in values):
-            values = tuple(_number(number, value) for value in values)
-        key = (values, group["amsgrad"], group["maximize"])
-        known = self._options.get(number)
-        if known is not None and known[0] == key:
-            return known[1]
-        try:
-            lr, beta1, beta2, epsilon, decay = values
-            options = AdamWOptions(lr, beta1, beta2, epsilon, decay, group["amsgrad"], group["maximize"])
-        except InvalidOption as error:
-            raise InvalidOption(f"group {number}: {error}") from None
-        self._options[number] = (key, options)
-        return options
-
-
-def _number(group: int, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.numel() != 1:
-        raise InvalidOption(
-            f"group {group}: a hyperparameter must be one number, got a tensor of shape {tuple(value.shape)}"
-        )
-    return value.item()

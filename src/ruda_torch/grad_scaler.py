@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ruda_optim.fused_adamw import InvalidOption
+from ruda_optim.fused_adamw.options import check_number, round_to_fp32
 
 from .adamw import AdamW
 
-MIN_SCALE = 2.0**-24
-MAX_SCALE = 2.0**24
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _HANDED_OVER = ("grad_scale", "found_inf")  # what torch's step() sets on an optimizer that scales by itself
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` whose scale stays within [2^-24, 2^24].
+    """``torch.amp.GradScaler`` whose scale stays within [min_scale, max_scale].
 
     With a fused :class:`ruda_torch.AdamW` that checks gradients itself (``check_finite=True``), ``step`` hands it the
     scale and takes the verdict from its ``last_step_skipped``, so that scaling costs no pass over the gradients and
@@ -26,11 +30,12 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: type of the device that scaled losses live on, ``"cpu"`` or ``"cuda"``. Default ``"cpu"``.
-        init_scale: in [2^-24, 2^24]. Default 65536.
-        growth_factor: > 1, applied after ``growth_interval`` steps without a skip. Default 2.
+        init_scale: in [min_scale, max_scale]. Default 65536.
+        growth_factor: finite, > 1, applied after ``growth_interval`` steps without a skip. Default 2.
         backoff_factor: in (0, 1), applied after a skip. Default 0.5.
         growth_interval: >= 1. Default 2000.
         enabled: False makes every method do nothing but the step itself. Default True.
+        min_scale, max_scale: bounds of the scale, finite, > 0. Default 2^-24 and 2^24.
 
     Raises:
         InvalidOption (a ValueError): a value outside its range.
@@ -44,15 +49,27 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
+        *,
+        min_scale: float = 2.0**-24,
+        max_scale: float = 2.0**24,
     ) -> None:
-        _check_scale("init_scale", init_scale)
-        if not growth_factor > 1.0:
-            raise InvalidOption(f"growth_factor must be > 1, got {growth_factor!r}")
-        if not 0.0 < backoff_factor < 1.0:
-            raise InvalidOption(f"backoff_factor must be in (0, 1), got {backoff_factor!r}")
-        if not isinstance(growth_interval, int) or growth_interval < 1:
-            raise InvalidOption(f"growth_interval must be an int >= 1, got {growth_interval!r}")
-        super().__init__(device, float(init_scale), growth_factor, backoff_factor, growth_interval, enabled)
+        if not isinstance(device, (str, torch.device)):
+            raise InvalidOption(
+                f"device must be a device type such as 'cpu' or 'cuda', got {device!r}; the scale is the second "
+                f"argument: GradScaler(init_scale={device!r})"
+            )
+        self._min_scale = _scale("min_scale", min_scale)
+        self._max_scale = _scale("max_scale", max_scale)
+        if self._min_scale > self._max_scale:
+            raise InvalidOption(f"min_scale must be <= max_scale, got {min_scale!r} and {max_scale!r}")
+        init_scale = self._bounded("init_scale", init_scale)
+        growth = {
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+        device = device.type if isinstance(device, torch.device) else device
+        super().__init__(device, init_scale, *_checked_growth(growth), enabled)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place.
@@ -94,25 +111,48 @@ class GradScaler(torch.amp.GradScaler):
         """Back off after a skip, grow after enough steps without one, and stay within the bounds.
 
         Args:
-            new_scale: sets the scale instead; a number or a tensor with one element, in [2^-24, 2^24].
+            new_scale: sets the scale instead; a number or a tensor with one element, in [min_scale, max_scale].
         """
         if not self.is_enabled():
             return
         if new_scale is not None:
-            new_scale = new_scale.item() if isinstance(new_scale, torch.Tensor) else new_scale
-            _check_scale("new_scale", new_scale)
-            new_scale = float(new_scale)
+            if isinstance(new_scale, torch.Tensor):
+                if new_scale.numel() != 1:
+                    raise InvalidOption(f"new_scale must be one number, got a tensor of shape {tuple(new_scale.shape)}")
+                new_scale = new_scale.item()
+            new_scale = self._bounded("new_scale", new_scale)
         super().update(new_scale)
         scale = self._get_scale_async()
         if scale is not None:
-            scale.clamp_(MIN_SCALE, MAX_SCALE)
+            scale.clamp_(self._min_scale, self._max_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a scaler of this class or of torch's; a scale out of bounds becomes the nearer bound."""
-        if self.is_enabled() and "scale" in state_dict:
-            scale = min(max(float(state_dict["scale"]), MIN_SCALE), MAX_SCALE)
-            state_dict = {**state_dict, "scale": scale}
+        """Load the state of a scaler of this class or of torch's; a scale out of bounds becomes the nearer bound.
+
+        Raises:
+            InvalidOption (a ValueError): a value that no scaler has, such as a scale that is NaN; nothing changed then.
+        """
+        if self.is_enabled() and state_dict:
+            missing = [name for name in _STATE if name not in state_dict]
+            if missing:
+                raise InvalidOption(f"the state of a GradScaler must hold {', '.join(_STATE)}; missing: {missing}")
+            scale = check_number("scale", state_dict["scale"], "a number >= 0", infinite=True)
+            if scale < 0.0:
+                raise InvalidOption(f"scale must be a number >= 0, got {scale!r}")
+            _checked_growth(state_dict)
+            tracker = state_dict["_growth_tracker"]
+            if not _is_int(tracker) or tracker < 0:
+                raise InvalidOption(f"_growth_tracker must be an int >= 0, got {tracker!r}")
+            state_dict = {**state_dict, "scale": min(max(scale, self._min_scale), self._max_scale)}
         super().load_state_dict(state_dict)
+
+    def _bounded(self, name: str, value: object) -> float:
+        scale = _scale(name, value)
+        if not self._min_scale <= scale <= self._max_scale:
+            raise InvalidOption(
+                f"{name} must be in [min_scale, max_scale] = [{self._min_scale!r}, {self._max_scale!r}], got {value!r}"
+            )
+        return scale
 
     # The three methods below touch what torch keeps private. If a later torch stops calling _check_inf_per_device, its
     # own pass runs and the results stay the same; a test notices the extra pass.
@@ -136,7 +176,26 @@ class GradScaler(torch.amp.GradScaler):
         return checks
 
 
-def _check_scale(name: str, value: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and MIN_SCALE <= value <= MAX_SCALE):  # type: ignore[operator]
-        raise InvalidOption(f"{name} must be a number in [2^-24, 2^24], got {value!r}")
+def _scale(name: str, value: object) -> float:
+    scale = check_number(name, value, "a finite number > 0")
+    if not 0.0 < round_to_fp32(scale) < math.inf:  # the scale lives in FP32
+        raise InvalidOption(f"{name} must be a number > 0 and finite in FP32, got {value!r}")
+    return scale
+
+
+def _checked_growth(state: Mapping[str, Any]) -> tuple[float, float, int]:
+    """Growth factor, backoff factor and interval, as given to the constructor or found in a saved state."""
+    growth = check_number("growth_factor", state["growth_factor"], "a finite number > 1")
+    if not growth > 1.0:
+        raise InvalidOption(f"growth_factor must be a finite number > 1, got {growth!r}")
+    backoff = check_number("backoff_factor", state["backoff_factor"], "a number in (0, 1)")
+    if not 0.0 < backoff < 1.0:
+        raise InvalidOption(f"backoff_factor must be a number in (0, 1), got {backoff!r}")
+    interval = state["growth_interval"]
+    if not _is_int(interval) or interval < 1:
+        raise InvalidOption(f"growth_interval must be an int >= 1, got {interval!r}")
+    return growth, backoff, interval
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from .settings import Settings
+
 PARAMETER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MASTER = "master"
 """State key of the FP32 master of an FP16 or BF16 parameter."""
@@ -54,7 +56,7 @@ class Member:
         tensor = self.created.get(key, self.state.get(key))
         return None if tensor is None else sharding.local(tensor)
 
-    def allocate(self, *, split_master: bool, capturable: bool = False) -> None:
+    def allocate(self, *, settings: Settings, capturable: bool = False) -> None:
         """Allocate what the state lacks, into ``created``: nothing the optimizer holds changes yet.
 
         A capturable step does not know on the host whether it will update, so its moments start as zeros in memory.
@@ -69,7 +71,7 @@ class Member:
                 new[key] = allocate(parameter, dtype=torch.float32, requires_grad=False)
         if parameter.dtype is torch.float32:
             return
-        if split_master:
+        if settings.keeps_split(parameter.dtype):
             if REMAINDER not in self.state:
                 new[REMAINDER] = torch.zeros_like(parameter, requires_grad=False)
         elif MASTER not in self.state:
@@ -99,7 +101,7 @@ def collect(
     gradients: Sequence[Tensor | None],
     targets: Sequence[Tensor] | None,
     *,
-    split_master: bool,
+    settings: Settings,
     capturable: bool = False,
 ) -> tuple[list[Member], list[Tensor]]:
     """The members of this step and their gradients (this rank's part), all of them checked.
@@ -108,7 +110,7 @@ def collect(
         groups, state: the optimizer's.
         gradients: this rank's parts, one per parameter of all groups, None for those that stay out of this step.
         targets: stand-ins for the parameters, in the same order; None for the parameters themselves.
-        split_master: whether BF16 parameters keep a split master.
+        settings: say which parameters keep a split master.
         capturable: step counters live on the parameters' device instead of the host.
 
     Raises:
@@ -133,7 +135,7 @@ def collect(
             member = Member(where, parameter, target, number, bool(group["amsgrad"]), state.get(parameter, {}))
             parts.append(check_gradient(where, parameter, gradient))
             _check_parameter(where, target)
-            _check_state(member, split_master=split_master, capturable=capturable)
+            _check_state(member, settings=settings, capturable=capturable)
             members.append(member)
     _check_memory(members, parts)
     return members, parts
@@ -180,15 +182,13 @@ def _check_parameter(where: str, parameter: Tensor) -> None:
         )
 
 
-def check_parameter_dtype(where: str, parameter: Tensor, *, split_master: bool = False) -> None:
+def check_parameter_dtype(where: str, parameter: Tensor) -> None:
     """Raise :class:`InvalidTensor` unless the fused step takes the parameter's dtype."""
     if parameter.dtype not in PARAMETER_DTYPES:
         raise InvalidTensor(
             f"{where} must be float32, float16 or bfloat16 for the fused step, got {parameter.dtype}; convert it, or "
             "use fused_step=False"
         )
-    if split_master and parameter.dtype is torch.float16:
-        raise InvalidTensor(f"{where} is float16; split_master=True serves bfloat16 (and leaves float32 as it is)")
 
 
 def check_gradient(where: str, parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -221,8 +221,10 @@ def check_gradient(where: str, parameter: Tensor, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _check_state(member: Member, *, split_master: bool, capturable: bool) -> None:
+def _check_state(member: Member, *, settings: Settings, capturable: bool) -> None:
     state, where = member.state, member.where
+    if not isinstance(state, dict):
+        raise InvalidState(f"the state of {where} must be a dict, got {type(state).__name__}")
     if not state:
         return
     if "step" not in state or "exp_avg" not in state or "exp_avg_sq" not in state:
@@ -235,19 +237,24 @@ def _check_state(member: Member, *, split_master: bool, capturable: bool) -> Non
             f"the state of {where} has no max_exp_avg_sq, which amsgrad=True needs; convert the checkpoint with "
             "ruda_torch.convert_amsgrad(state_dict, amsgrad=True), or set amsgrad=False"
         )
-    if split_master and MASTER in state:
+    if not member.amsgrad and "max_exp_avg_sq" in state:
         raise InvalidState(
-            f"the state of {where} holds an FP32 master, but split_master=True; use split_master=False for this "
-            "checkpoint"
+            f"the state of {where} has a max_exp_avg_sq, but amsgrad is False now; a running optimizer keeps its "
+            "amsgrad. Load ruda_torch.convert_amsgrad(optimizer.state_dict(), amsgrad=False) to drop the maximum"
         )
-    if not split_master and REMAINDER in state:
-        raise InvalidState(f"the state of {where} holds a split master; use split_master=True for this checkpoint")
+    split = settings.keeps_split(member.parameter.dtype)
+    for key, wanted in ((MASTER, not split), (REMAINDER, split)):
+        if key in state and not wanted and member.parameter.dtype is not torch.float32:
+            raise InvalidState(
+                f"the state of {where} holds '{key}', which split_master={settings.split_master} does not keep for "
+                f"{member.parameter.dtype}; load the state with load_state_dict, which converts it"
+            )
     parameter = member.parameter
     local = sharding.local(parameter)
-    wanted = [(key, torch.float32) for key in member.moments]
+    dtypes = [(key, torch.float32) for key in member.moments]
     if parameter.dtype is not torch.float32:
-        wanted += [(MASTER, torch.float32), (REMAINDER, torch.bfloat16)]
-    for key, dtype in wanted:
+        dtypes += [(MASTER, torch.float32), (REMAINDER, torch.bfloat16)]
+    for key, dtype in dtypes:
         if key not in state:
             continue
         tensor = state[key]

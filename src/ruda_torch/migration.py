@@ -11,6 +11,7 @@ and AdamW outside of it, so load only what was trained with ``adam_w_mode=True``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,62 @@ if TYPE_CHECKING:
     ReadEntry = Callable[[str, dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 _BITSANDBYTES_NESTED = "__bnb_optimizer_quant_state__"
+# Names by which a checkpoint shows where it comes from: in a group, in a parameter's state.
+_CONVERTERS = {
+    "from_bitsandbytes": (set(), {"state1", _BITSANDBYTES_NESTED}),
+    "from_optimi": ({"decouple_lr", "kahan_sum"}, {"kahan_comp"}),
+    "from_apex": ({"bias_correction"}, set()),
+}
+
+
+def check_origin(state_dict: Any) -> None:
+    """Raise :class:`InvalidState` for a checkpoint that holds something else than AdamW's state in torch's form.
+
+    The error says what it holds instead and what converts it. This is the only place that knows.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise InvalidState(f"a checkpoint must be an optimizer's state dict, got {type(state_dict).__name__}")
+    if "state" not in state_dict or "param_groups" not in state_dict:
+        raise InvalidState(f"the checkpoint must have 'state' and 'param_groups': {_instead(state_dict)}")
+    entries = [entry for entry in state_dict["state"].values() if isinstance(entry, Mapping)]
+    groups = state_dict["param_groups"]
+    names = set().union(*groups), set().union(*entries)
+    for converter, marks in _CONVERTERS.items():
+        if any(map(set.intersection, names, marks)):
+            other = " or from_deepspeed" if converter == "from_apex" else ""
+            raise InvalidState(
+                f"the checkpoint is another optimizer's; load ruda_torch.migration.{converter}(state_dict){other}, "
+                "which brings it into torch's form"
+            )
+    for number, group in enumerate(groups):
+        if not group.get("decoupled_weight_decay", True) and group.get("weight_decay"):
+            raise InvalidState(
+                f"group {number} of the checkpoint is Adam's, with weight_decay={group['weight_decay']} added to the "
+                "gradient; AdamW takes it from the parameter. To go on that way, load a copy in which "
+                "param_groups[...]['decoupled_weight_decay'] is True; to go on as before, use torch.optim.Adam"
+            )
+    for entry in entries:
+        for name in ("exp_avg", "exp_avg_sq"):
+            kind = type(entry.get(name))
+            if kind.__module__.split(".")[0] == "torchao":
+                raise InvalidState(
+                    f"the checkpoint's {name} is quantized ({kind.__name__} of torchao): it holds other values than an "
+                    "FP32 moment. Train on with the optimizer that wrote it, load .dequantize() of every moment, which "
+                    "rounds nothing further, or start from the weights alone"
+                )
+
+
+def _instead(state_dict: Mapping[Any, Any]) -> str:
+    inner = [
+        name
+        for name, value in state_dict.items()
+        if isinstance(value, Mapping) and "state" in value and "param_groups" in value
+    ]
+    if inner:
+        return f"it is a dict of several things; load its {inner[0]!r}"
+    if state_dict and all(isinstance(value, torch.Tensor) for value in state_dict.values()):
+        return "it holds tensors by name, as a model's state dict does; load that with model.load_state_dict"
+    return f"it has {', '.join(map(repr, list(state_dict)[:8])) or 'nothing'}"
 
 
 def from_apex(state_dict: StateDict) -> StateDict:

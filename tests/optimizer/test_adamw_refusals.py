@@ -57,7 +57,7 @@ INPUTS, ERROR_INPUTS, SCHEDULER_INPUTS = torchs_inputs()
 # Error inputs of torch that the fused step answers in its own words: description -> what it says, and why.
 OWN_WORDS = {
     "Tensor lr must be 1-element": "lr must be one number",  # checked before torch does, with the group named
-    "beta1 should be between 0 and 1": "beta1 must be a number in",  # the same range, one wording for all our options
+    "beta1 should be between 0 and 1": r"betas\[0\] must be a number in",  # the same range, one wording for all options
     "weight_decay should > 0": "weight_decay must be a finite number >= 0",  # likewise
     # Chooses one of torch's steps, which fused_step=True replaces.
     "lr as Tensor doesn't work with foreach & not capturable": "foreach=True chooses one of torch's steps",
@@ -113,32 +113,17 @@ def one(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     [
         ({"fused_step": 1}, InvalidOption, "fused_step must be True or False, got 1"),
         ({"check_finite": None}, InvalidOption, "check_finite must be True or False, got None"),
-        ({"max_grad_norm": 1.0}, InvalidOption, "max_grad_norm needs fused_step=True"),
-        ({"hierarchical_stats": True}, InvalidOption, "hierarchical_stats needs fused_step=True"),
-        ({"split_master": True}, InvalidOption, "split_master needs fused_step=True"),
-        ({"max_grad_norm": -1.0, "fused_step": True}, InvalidOption, "None or a finite number >= 0, got -1.0"),
-        ({"max_grad_norm": np.inf, "fused_step": True}, InvalidOption, "None or a finite number >= 0, got inf"),
+        ({"split_master": 1}, InvalidOption, "split_master must be None, True or False, got 1"),
+        ({"max_grad_norm": 1.0}, InvalidOption, "max_grad_norm=1.0 needs fused_step=True"),
+        ({"hierarchical_stats": True}, InvalidOption, "hierarchical_stats=True needs fused_step=True"),
+        ({"split_master": True}, InvalidOption, "split_master=True needs fused_step=True"),
+        ({"max_grad_norm": -1.0, "fused_step": True}, InvalidOption, r"None or a number >= 0 .*, got -1.0"),
+        ({"max_grad_norm": np.nan, "fused_step": True}, InvalidOption, r"None or a number >= 0 .*, got nan"),
         ({"foreach": True, "fused_step": True}, InvalidOption, "foreach=True chooses one of torch's steps"),
         ({"fused": True, "fused_step": True}, InvalidOption, "fused=True chooses one of torch's steps"),
         ({"differentiable": True, "fused_step": True}, InvalidOption, "differentiable=True chooses one of"),
-        ({"lr": -1.0, "fused_step": True}, InvalidOption, "group 0: learning_rate must be a finite number >= 0"),
-        ({"lr": np.nan, "fused_step": True}, InvalidOption, "group 0: learning_rate must be a finite number >= 0"),
-        (
-            {"lr": torch.ones(2), "fused_step": True},
-            InvalidOption,
-            r"lr must be one number, got a tensor of shape \(2,\)",
-        ),
-        ({"betas": (0.9, 1.0), "fused_step": True}, InvalidOption, r"beta2 must be a number in \[0, 1\), got 1.0"),
-        ({"betas": 0.9, "fused_step": True}, InvalidOption, "betas must be two numbers"),
-        ({"eps": 0.0, "fused_step": True}, InvalidOption, "epsilon must be a finite number > 0, got 0.0"),
-        ({"eps": 1e-60, "fused_step": True}, InvalidOption, "epsilon must be > 0 and finite in FP32"),
         ({"params": one(torch.float64), "fused_step": True}, InvalidTensor, "parameter 0 of group 0 must be float32, "),
         ({"params": one(torch.complex64), "fused_step": True}, InvalidTensor, "got torch.complex64"),
-        (
-            {"params": one(torch.float16), "fused_step": True, "split_master": True},
-            InvalidTensor,
-            "float16; split_master=True serves bfloat16",
-        ),
     ],
 )
 def test_the_constructor_refuses(arguments, error, message) -> None:
@@ -149,8 +134,7 @@ def test_the_constructor_refuses(arguments, error, message) -> None:
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        ({"params": one(), "lr": -1.0}, "group 1: learning_rate"),
-        ({"params": one(), "betas": (0.9,)}, "group 1: betas must be two numbers"),
+        ({"params": one(), "lr": -1.0}, "group 1: lr"),
         ({"params": one(torch.float64)}, "parameter 0 of group 1 must be float32"),
         ({"params": [*one(), *one(torch.float64)]}, "parameter 1 of group 1 must be float32"),
     ],
@@ -160,6 +144,50 @@ def test_a_late_group_is_refused_before_it_is_added(group, message) -> None:
     with pytest.raises(FusedAdamWError, match=message):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("params", [{torch.nn.Parameter(torch.ones(2))}, "set"], ids=["a set", "text"])
+@pytest.mark.parametrize("fused_step", [False, True])
+def test_what_is_no_list_of_parameters_is_torchs_to_refuse(params, fused_step) -> None:
+    """The order of a set differs from run to run, and with it what a checkpoint means."""
+    optimizer = ruda_torch.AdamW(one(), fused_step=fused_step)
+    with pytest.raises(TypeError, match=r"ordered collections|only optimize Tensors"):
+        optimizer.add_param_group({"params": params})
+    with pytest.raises(TypeError, match=r"ordered collections|only optimize Tensors"):
+        ruda_torch.AdamW([{"params": params}], fused_step=fused_step)
+    with pytest.raises(TypeError, match="param_group must be a dict"):
+        optimizer.add_param_group(params)
+    assert len(optimizer.param_groups) == 1
+
+
+FROZEN = [torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", FROZEN, ids=str)
+def test_a_frozen_parameter_may_be_anything(dtype) -> None:
+    frozen = torch.nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)
+    trained = one()[0]
+    optimizer = ruda_torch.AdamW([frozen, trained], fused_step=True, max_grad_norm=1.0)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(frozen.data.clone(), requires_grad=False)]})
+    for _ in range(2):
+        trained.grad = torch.ones(2)
+        optimizer.step()
+    assert frozen not in optimizer.state
+    assert (frozen == torch.ones(3).to(dtype)).all()
+    loaded = ruda_torch.AdamW([frozen, trained], fused_step=True)
+    loaded.add_param_group({"params": [torch.nn.Parameter(frozen.data.clone(), requires_grad=False)]})
+    loaded.load_state_dict(optimizer.state_dict())
+    loaded.step()
+
+
+def test_a_parameter_that_is_thawed_is_checked_when_it_has_a_gradient() -> None:
+    frozen = torch.nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+    trained = one()[0]
+    optimizer = ruda_torch.AdamW([trained, frozen], fused_step=True)
+    trained.grad, frozen.grad = torch.ones(2), torch.ones(3, dtype=torch.float64)
+    with pytest.raises(InvalidTensor, match="parameter 1 of group 0"):
+        optimizer.step()
+    assert (trained == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ruda_torch
+from ruda_optim import fused_adamw
 from ruda_optim.fused_adamw import InvalidState
 
 SHAPES = ((5, 3), (7,), (0,), (33,))
@@ -101,6 +102,46 @@ def test_a_frozen_parameter_stays_out_of_the_graph():
     assert torch.equal(parameters[0], frozen)
     assert parameters[0] not in optimizer.state
     assert optimizer.state[parameters[1]]["step"] == 1
+
+
+def test_a_step_with_a_scale_of_its_own_leaves_the_graph():
+    compiled_parameters, eager_parameters = _parameters(), _parameters()
+    compiled, eager = (ruda_torch.AdamW(p, fused_step=True) for p in (compiled_parameters, eager_parameters))
+
+    @torch.compile(backend="eager")
+    def step(scale):
+        compiled.step(grad_scale=scale)
+
+    for scale in (4.0, 8.0):
+        for left, right in zip(compiled_parameters, eager_parameters, strict=True):
+            left.grad = torch.full_like(left, scale)
+            right.grad = torch.ones_like(right)
+        step(scale)
+        eager.step()
+        assert _bits(compiled) == _bits(eager)
+
+
+def test_the_functions_break_the_graph():
+    """They read addresses and branch on values: a compiled function runs them between its graphs."""
+    options = fused_adamw.AdamWOptions()
+    generator = torch.Generator().manual_seed(0)
+    p, g = (torch.randn(50, generator=generator) for _ in range(2))
+    counter = CompileCounterWithBackend("eager")
+
+    @torch.compile(backend=counter)
+    def everything(p, g):
+        g = g * 2
+        norm = fused_adamw.gradient_stats([g]).total_norm
+        one = fused_adamw.adamw_step(p, g, None, options)
+        two = fused_adamw.guarded_adamw_step([(one.parameters, g, one.state)], options)
+        return norm, two.updates[0].parameters * 2
+
+    norm, result = everything(p, g)
+    assert counter.frame_count >= 2, "there was no graph to break"
+    one = fused_adamw.adamw_step(p, g * 2, None, options)
+    two = fused_adamw.guarded_adamw_step([(one.parameters, g * 2, one.state)], options)
+    assert norm == fused_adamw.gradient_stats([g * 2]).total_norm
+    assert torch.equal(result, two.updates[0].parameters * 2)
 
 
 def test_opcheck():

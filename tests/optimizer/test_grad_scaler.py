@@ -248,7 +248,8 @@ def test_half_gradients_need_no_unscale(scaler_class, dtype):
     scaler.step(optimizer)
     scaler.update()
     assert optimizer.last_grad_norm == pytest.approx(55**0.5, rel=1e-6)
-    assert optimizer.state[parameter]["master"].dtype is torch.float32
+    keys = {torch.float16: "master", torch.bfloat16: "master_remainder"}
+    assert keys[dtype] in optimizer.state[parameter]
 
 
 # ------------------------------------------------------------------------------------------------------------- bounds
@@ -257,13 +258,23 @@ def test_half_gradients_need_no_unscale(scaler_class, dtype):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"init_scale": 2.0**25}, r"init_scale must be a number in \[2\^-24, 2\^24\], got 33554432.0"),
+        ({"init_scale": 2.0**25}, r"init_scale must be in \[min_scale, max_scale\] = .*, 16777216.0\], got 33554432.0"),
         ({"init_scale": 0.0}, "init_scale must be"),
         ({"init_scale": float("nan")}, "init_scale must be"),
         ({"init_scale": "big"}, "init_scale must be"),
-        ({"growth_factor": 1.0}, "growth_factor must be > 1, got 1.0"),
-        ({"backoff_factor": 0.0}, r"backoff_factor must be in \(0, 1\), got 0.0"),
-        ({"backoff_factor": 1.0}, r"backoff_factor must be in \(0, 1\), got 1.0"),
+        ({"device": 1024.0}, r"got 1024.0; the scale is the second argument: GradScaler\(init_scale=1024.0\)"),
+        ({"device": None}, "device must be a device type"),
+        ({"growth_factor": 1.0}, "growth_factor must be a finite number > 1, got 1.0"),
+        ({"growth_factor": float("inf")}, "growth_factor must be a finite number > 1, got inf"),
+        ({"growth_factor": "2"}, "growth_factor must be a finite number > 1, got '2'"),
+        ({"backoff_factor": 0.0}, r"backoff_factor must be a number in \(0, 1\), got 0.0"),
+        ({"backoff_factor": 1.0}, r"backoff_factor must be a number in \(0, 1\), got 1.0"),
+        ({"growth_interval": True}, "growth_interval must be an int >= 1, got True"),
+        ({"min_scale": 0.0}, "min_scale must be"),
+        ({"min_scale": 1e-60}, "min_scale must be a number > 0 and finite in FP32, got 1e-60"),
+        ({"max_scale": float("inf")}, "max_scale must be"),
+        ({"max_scale": 1.0}, "init_scale must be in"),
+        ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale must be <= max_scale, got 4.0 and 2.0"),
         ({"growth_interval": 0}, "growth_interval must be an int >= 1, got 0"),
         ({"growth_interval": 2.5}, "growth_interval must be an int >= 1, got 2.5"),
     ],
@@ -283,13 +294,18 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(
-    ("start", "gradient", "limit"),
-    [(2.0**23, 1.0, 2.0**24), (2.0**-23, float("inf"), 2.0**-24)],
-    ids=["growth", "backoff"],
+    ("start", "gradient", "limit", "bounds"),
+    [
+        (2.0**23, 1.0, 2.0**24, {}),
+        (2.0**-23, float("inf"), 2.0**-24, {}),
+        (16.0, 1.0, 32.0, {"max_scale": 32.0}),
+        (16.0, float("nan"), 8.0, {"min_scale": 8.0}),
+        (2.0**32, 1.0, 2.0**33, {"max_scale": 2.0**33}),
+    ],
 )
-def test_the_scale_stays_within_its_bounds(start, gradient, limit):
+def test_the_scale_stays_within_its_bounds(start, gradient, limit, bounds):
     parameter, optimizer = make()
-    scaler = ruda_torch.GradScaler(init_scale=start, growth_interval=1)
+    scaler = ruda_torch.GradScaler(init_scale=start, growth_interval=1, **bounds)
     scales = []
     for _ in range(3):
         backward(scaler, parameter, torch.full((5,), gradient))
@@ -306,8 +322,10 @@ def test_update_takes_a_scale_within_the_bounds():
         scaler.update(value)
         assert scaler.get_scale() == float(value)
     for value in (2.0**25, 0.0, float("nan"), torch.tensor(float("inf"))):
-        with pytest.raises(InvalidOption, match=r"new_scale must be a number in \[2\^-24, 2\^24\]"):
+        with pytest.raises(InvalidOption, match="new_scale must be "):
             scaler.update(value)
+    with pytest.raises(InvalidOption, match=r"new_scale must be one number, got a tensor of shape \(2,\)"):
+        scaler.update(torch.ones(2))
     assert scaler.get_scale() == 16.0
 
 
@@ -328,6 +346,84 @@ def test_state_dict_interchanges_with_torch():
     assert back.get_scale() == 2.0**24
     with pytest.raises(RuntimeError, match="empty"):
         back.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("scale", value) for value in (float("nan"), -1.0, "big", None, True)),
+        *(("growth_factor", value) for value in (0.5, 1.0, float("inf"), float("nan"))),
+        *(("backoff_factor", value) for value in (3, 0.0, float("nan"))),
+        *(("growth_interval", value) for value in (0, -1, 2.5, True)),
+        *(("_growth_tracker", value) for value in (-1, 0.5, None)),
+    ],
+)
+def test_a_state_that_no_scaler_has_is_refused(name, value):
+    scaler = ruda_torch.GradScaler(init_scale=8.0)
+    before = scaler.state_dict()
+    with pytest.raises(InvalidOption, match=f"{name} must be"):
+        scaler.load_state_dict({**before, name: value})
+    with pytest.raises(InvalidOption, match=rf"must hold .*; missing: \['{name}'\]"):
+        scaler.load_state_dict({key: held for key, held in before.items() if key != name})
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("loaded", "kept"), [(float("inf"), 32.0), (2.0**40, 32.0), (0.0, 4.0), (2.0**-40, 4.0), (8.0, 8.0)]
+)
+def test_a_loaded_scale_is_brought_within_the_bounds(loaded, kept):
+    """Torch's scaler has none: its scale may have grown to infinity or shrunk to zero."""
+    scaler = ruda_torch.GradScaler(init_scale=8.0, min_scale=4.0, max_scale=32.0)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": loaded})
+    assert scaler.get_scale() == kept
+
+
+# -------------------------------------------------------------------------------------------- a scale of the loop's own
+
+
+@pytest.mark.parametrize("scale", [1024, 1024.0, torch.tensor(1024.0), torch.tensor([1024.0])], ids=repr)
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_step_takes_the_scale_of_its_gradients(scale, clip):
+    parameter, optimizer = make(max_grad_norm=clip)
+    expected, plain = make(max_grad_norm=clip)
+    for factor in (1.0, 0.5):
+        parameter.grad = 1024.0 * factor * GRADIENT
+        expected.grad = factor * GRADIENT
+        assert optimizer.step(grad_scale=scale) is None
+        plain.step()
+        assert optimizer.last_grad_norm == plain.last_grad_norm
+        assert torch.equal(parameter.grad, 1024.0 * factor * GRADIENT)
+    assert torch.equal(bits(parameter), bits(expected))
+    assert optimizer.step(lambda: 3.0, grad_scale=scale) == 3.0
+
+
+@scalers
+def test_the_scale_of_a_step_is_a_further_factor_beside_a_scaler(scaler_class):
+    parameter, optimizer = make()
+    scaler = scaler_class("cpu", init_scale=1024.0)
+    backward(scaler, parameter, GRADIENT * 4.0)
+    scaler.step(optimizer, grad_scale=4.0)
+    expected, plain = make()
+    expected.grad = GRADIENT.clone()
+    plain.step()
+    assert torch.equal(bits(parameter), bits(expected))
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [0.0, -1.0, float("nan"), float("inf"), 1e-60, "2", True, torch.ones(2), torch.ones((), dtype=torch.int32)],
+    ids=repr,
+)
+def test_a_scale_that_nothing_can_be_divided_by_is_refused(scale):
+    parameter, optimizer = make()
+    parameter.grad = GRADIENT.clone()
+    before = bits(parameter)
+    with pytest.raises(InvalidOption, match=r"^grad_scale must"):
+        optimizer.step(lambda: pytest.fail("the closure ran"), grad_scale=scale)
+    assert torch.equal(bits(parameter), before)
+    plain = ruda_torch.AdamW([parameter])
+    with pytest.raises(InvalidOption, match="grad_scale needs fused_step=True"):
+        plain.step(grad_scale=scale)
 
 
 def test_pickle_and_disabled():

@@ -21,12 +21,12 @@ def stepped(**options) -> tuple[torch.nn.Parameter, ruda_torch.AdamW]:
 
 def test_steps_and_checkpoints_show_nothing():
     _, optimizer = stepped(max_grad_norm=1.0)
-    assert not optimizer._state_shown
+    assert not optimizer._live.state_shown
     saved = optimizer.state_dict()
-    assert not optimizer._state_shown
+    assert not optimizer._live.state_shown
     _, other = stepped()
     other.load_state_dict(saved)
-    assert not other._state_shown
+    assert not other._live.state_shown
 
 
 def test_a_replaced_tensor_is_noticed_however_late():
@@ -54,7 +54,7 @@ def test_new_memory_behind_a_saved_tensor_is_noticed():
     """A state dict shares the tensors, as torch's does, and a tensor can be given other memory."""
     parameter, optimizer = stepped()
     moment = optimizer.state_dict()["state"][0]["exp_avg"]
-    assert not optimizer._state_shown
+    assert not optimizer._live.state_shown
     moment.data = torch.zeros(50)
     optimizer.step()
     assert moment.abs().max() > 0
@@ -66,7 +66,7 @@ def test_hooks_that_see_the_state_count():
     held = []
     optimizer.register_state_dict_post_hook(lambda _, saved: held.append(saved["state"][0]))
     optimizer.state_dict()
-    assert optimizer._state_shown
+    assert optimizer._live.state_shown
     held[0]["exp_avg"] = fresh = torch.zeros(50)
     optimizer.step()
     assert fresh.abs().max() > 0
@@ -78,7 +78,7 @@ def test_loading_hooks_that_see_the_state_count():
     held = []
     handle = optimizer.register_load_state_dict_post_hook(lambda loaded: held.append(loaded.state[parameter]))
     optimizer.load_state_dict(saved)
-    assert optimizer._state_shown
+    assert optimizer._live.state_shown
     handle.remove()
     optimizer.step()
     held[0]["exp_avg"] = fresh = torch.zeros(50)
@@ -94,7 +94,7 @@ def test_an_assigned_state_is_noticed():
     optimizer.step()
     assert optimizer.state[parameter]["step"] == 1
     _, fresh = stepped()
-    assert not fresh._state_shown, "making an optimizer does not count"
+    assert not fresh._live.state_shown, "making an optimizer does not count"
 
 
 def test_refreshing_masters_shows_nothing():
@@ -103,4 +103,4 @@ def test_refreshing_masters_shows_nothing():
     parameter.grad = torch.ones(50, dtype=torch.bfloat16)
     optimizer.step()
     optimizer.refresh_masters()
-    assert not optimizer._state_shown
+    assert not optimizer._live.state_shown

@@ -24,8 +24,8 @@ class GradientGuardOptions:
     """Global clipping and the finite check.
 
     Args:
-        max_norm: largest global L2 norm of the unscaled gradients, finite and >= 0. None checks finiteness only. 0
-            makes every effective gradient zero; decay and step still happen. Default 1.
+        max_norm: largest global L2 norm of the unscaled gradients, >= 0. None checks finiteness only, and so does
+            infinity. 0 makes every effective gradient zero; decay and step still happen. Default 1.
         epsilon: added to the norm before dividing, finite, >= 0. Default 1e-6.
         nonfinite: default ``NonFinitePolicy.SKIP``.
 
@@ -39,8 +39,8 @@ class GradientGuardOptions:
 
     def __post_init__(self) -> None:
         if self.max_norm is not None:
-            requirement = "None (finite check only) or a finite number >= 0"
-            max_norm = check_number("max_norm", self.max_norm, requirement)
+            requirement = "None (finite check only) or a number >= 0"
+            max_norm = check_number("max_norm", self.max_norm, requirement, infinite=True)
             if max_norm < 0.0:
                 raise InvalidOption(f"max_norm must be {requirement}, got {max_norm!r}")
             object.__setattr__(self, "max_norm", max_norm)

@@ -29,8 +29,11 @@ def round_to_fp32(value: float) -> float:
         return math.copysign(math.inf, value)
 
 
-def check_number(name: str, value: object, requirement: str) -> float:
-    """``value`` as a float if it is a finite real number, else :class:`InvalidOption`. A bool is not a number here."""
+def check_number(name: str, value: object, requirement: str, *, infinite: bool = False) -> float:
+    """``value`` as a float if it is a real number, else :class:`InvalidOption`. A bool is not a number here.
+
+    NaN is refused, and so is infinity unless ``infinite`` allows it.
+    """
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, Real):
             raise InvalidOption(
@@ -40,8 +43,9 @@ def check_number(name: str, value: object, requirement: str) -> float:
             value = float(value)
         except OverflowError:
             value = math.inf
-    if not math.isfinite(value):
-        raise InvalidOption(f"{name} must be {requirement}, got {value!r}; NaN and infinity are not accepted")
+    if not (math.isfinite(value) or (infinite and math.isinf(value))):
+        refused = "NaN is" if infinite else "NaN and infinity are"
+        raise InvalidOption(f"{name} must be {requirement}, got {value!r}; {refused} not accepted")
     return value
 
 
@@ -120,6 +124,51 @@ class StepControl:
 _NO_CONTROL = StepControl()
 
 
+class HyperparameterNames(NamedTuple):
+    """What a caller calls the five numbers, for error messages."""
+
+    lr: str
+    beta1: str
+    beta2: str
+    epsilon: str
+    weight_decay: str
+
+
+_OPTION_NAMES = HyperparameterNames("learning_rate", "beta1", "beta2", "epsilon", "weight_decay")
+
+
+def check_hyperparameters(
+    lr: object, beta1: object, beta2: object, epsilon: object, weight_decay: object, names: HyperparameterNames
+) -> tuple[float, float, float, float, float]:
+    """The five numbers as floats, if :class:`AdamWOptions` takes them; else :class:`InvalidOption`."""
+    lr = check_number(names.lr, lr, "a finite number >= 0")
+    beta1 = check_number(names.beta1, beta1, "a number in [0, 1)")
+    beta2 = check_number(names.beta2, beta2, "a number in [0, 1)")
+    epsilon = check_number(names.epsilon, epsilon, "a finite number > 0")
+    decay = check_number(names.weight_decay, weight_decay, "a finite number >= 0")
+    if lr < 0.0:
+        raise InvalidOption(f"{names.lr} must be a finite number >= 0, got {lr!r}; to climb, use maximize=True")
+    # 1 - beta cannot vanish: it is exact in FP64 near 1, where it is at least 2^-53, and FP32 holds that.
+    if not 0.0 <= beta1 < 1.0:
+        raise InvalidOption(f"{names.beta1} must be a number in [0, 1), got {beta1!r}")
+    if not 0.0 <= beta2 < 1.0:
+        raise InvalidOption(f"{names.beta2} must be a number in [0, 1), got {beta2!r}")
+    if epsilon <= 0.0:
+        raise InvalidOption(f"{names.epsilon} must be a finite number > 0, got {epsilon!r}")
+    if not 0.0 < round_to_fp32(epsilon) <= _FP32_MAX:
+        raise InvalidOption(f"{names.epsilon} must be > 0 and finite in FP32 (1.4e-45 to 3.4e38), got {epsilon!r}")
+    if decay < 0.0:
+        raise InvalidOption(f"{names.weight_decay} must be a finite number >= 0, got {decay!r}")
+    if round_to_fp32(lr) > _FP32_MAX:
+        raise InvalidOption(f"{names.lr} must be finite in FP32 (at most 3.4e38), got {lr!r}")
+    if round_to_fp32(lr * decay) > _FP32_MAX:
+        raise InvalidOption(
+            f"{names.lr} * {names.weight_decay} must be finite in FP32 (at most 3.4e38), "
+            f"got {lr!r} * {decay!r}; lower one of them"
+        )
+    return lr, beta1, beta2, epsilon, decay
+
+
 @dataclass(frozen=True, slots=True)
 class AdamWOptions:
     """Hyperparameters of decoupled-weight-decay Adam. The defaults are RUDA's, not PyTorch's.
@@ -150,39 +199,13 @@ class AdamWOptions:
     maximize: bool = False
 
     def __post_init__(self) -> None:
-        lr = check_number("learning_rate", self.learning_rate, "a finite number >= 0")
-        beta1 = check_number("beta1", self.beta1, "a number in [0, 1)")
-        beta2 = check_number("beta2", self.beta2, "a number in [0, 1)")
-        epsilon = check_number("epsilon", self.epsilon, "a finite number > 0")
-        decay = check_number("weight_decay", self.weight_decay, "a finite number >= 0")
-        if lr < 0.0:
-            raise InvalidOption(f"learning_rate must be a finite number >= 0, got {lr!r}; to climb, use maximize=True")
-        # 1 - beta cannot vanish: it is exact in FP64 near 1, where it is at least 2^-53, and FP32 holds that.
-        if not 0.0 <= beta1 < 1.0:
-            raise InvalidOption(f"beta1 must be a number in [0, 1), got {beta1!r}")
-        if not 0.0 <= beta2 < 1.0:
-            raise InvalidOption(f"beta2 must be a number in [0, 1), got {beta2!r}")
-        if epsilon <= 0.0:
-            raise InvalidOption(f"epsilon must be a finite number > 0, got {epsilon!r}")
-        if not 0.0 < round_to_fp32(epsilon) <= _FP32_MAX:
-            raise InvalidOption(f"epsilon must be > 0 and finite in FP32 (1.4e-45 to 3.4e38), got {epsilon!r}")
-        if decay < 0.0:
-            raise InvalidOption(f"weight_decay must be a finite number >= 0, got {decay!r}")
-        if round_to_fp32(lr) > _FP32_MAX:
-            raise InvalidOption(f"learning_rate must be finite in FP32 (at most 3.4e38), got {lr!r}")
-        if round_to_fp32(lr * decay) > _FP32_MAX:
-            raise InvalidOption(
-                "learning_rate * weight_decay must be finite in FP32 (at most 3.4e38), "
-                f"got {lr!r} * {decay!r}; lower one of them"
-            )
+        values = check_hyperparameters(
+            self.learning_rate, self.beta1, self.beta2, self.epsilon, self.weight_decay, _OPTION_NAMES
+        )
         check_flag("amsgrad", self.amsgrad)
         check_flag("maximize", self.maximize)
-        put = object.__setattr__
-        put(self, "learning_rate", lr)
-        put(self, "beta1", beta1)
-        put(self, "beta2", beta2)
-        put(self, "epsilon", epsilon)
-        put(self, "weight_decay", decay)
+        for name, value in zip(_OPTION_NAMES, values, strict=True):
+            object.__setattr__(self, name, value)
 
     def prepare_step(self, completed_steps: int, control: StepControl = _NO_CONTROL) -> StepCoefficients:
         """The scalars of the update that follows ``completed_steps`` updates.

@@ -1,0 +1,123 @@
+"""A group's hyperparameters: one reading and one check, for the constructor, a group, an assignment and a checkpoint.
+
+A hyperparameter is whatever torch computes with: a Python or NumPy number, or an array or tensor of one element. Betas
+are any sequence of two of them (a tuple, a list, an OmegaConf ``ListConfig``, an array).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from numbers import Real
+from operator import is_
+from typing import Any
+
+import torch
+
+from ruda_optim.fused_adamw import AdamWOptions, InvalidOption
+from ruda_optim.fused_adamw.options import HyperparameterNames, check_hyperparameters
+
+from .settings import check_group_keys
+
+NAMES = HyperparameterNames("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
+"""What a caller calls the five numbers."""
+_PLACEHOLDERS = (0.0, 0.0, 0.0, 1.0, 0.0)
+"""In range, whatever the others are."""
+
+
+def hyperparameters(group: dict[str, Any], number: int | None = None) -> tuple[Any, Any, Any, Any, Any]:
+    """The five values of group ``number`` as they stand there, in the order of :data:`NAMES`.
+
+    Raises:
+        InvalidOption: betas that are not two.
+    """
+    return (group["lr"], *_pair(group["betas"], number), group["eps"], group["weight_decay"])
+
+
+def group_options(number: int | None, group: dict[str, Any], *, look: bool = True) -> AdamWOptions:
+    """A group's hyperparameters, checked.
+
+    Args:
+        number: the group's, for error messages; None for the constructor's arguments.
+        group: lr, betas, eps, weight_decay; amsgrad and maximize are False where they are missing.
+        look: read the value of a tensor, which waits for its device. False lets a tensor stand for some number in
+            range: whoever copies its value on the device must not trust the options about it.
+
+    Raises:
+        InvalidOption: what is wrong, with the group's number.
+    """
+    numbers: list[Any] = []
+    for name, value, placeholder in zip(NAMES, hyperparameters(group, number), _PLACEHOLDERS, strict=True):
+        unread = not look and isinstance(value, torch.Tensor) and value.numel() == 1
+        numbers.append(placeholder if unread else _number(name, value, number))
+    lr, beta1, beta2, epsilon, decay = numbers
+    try:
+        try:
+            return AdamWOptions(
+                lr, beta1, beta2, epsilon, decay, group.get("amsgrad", False), group.get("maximize", False)
+            )
+        except InvalidOption:
+            check_hyperparameters(lr, beta1, beta2, epsilon, decay, NAMES)  # says it with the caller's names
+            raise
+    except InvalidOption as error:
+        raise InvalidOption(f"{_where(number)}{error}") from None
+
+
+def float_betas(betas: Any) -> tuple[Any, Any]:
+    """A tuple of floats and tensors, as torch's constructor and checkpoints want them."""
+    first, second = (beta if isinstance(beta, torch.Tensor) else float(beta) for beta in _pair(betas, None))
+    return first, second
+
+
+class Hyperparameters:
+    """The options of every group, read at each step and built again when a value changed.
+
+    Looking takes less than a microsecond per group: while a group holds the very same numbers, nothing is compared.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[tuple[Any, ...], AdamWOptions]] = {}
+
+    def read(self, number: int, group: dict[str, Any], *, look: bool = True) -> AdamWOptions:
+        """As :func:`group_options`; the same object while the values stay the same."""
+        betas = group["betas"]
+        if type(betas) is not tuple or len(betas) != 2:
+            betas = _pair(betas, number)
+        five = (group["lr"], *betas, group["eps"], group["weight_decay"])
+        values = (*five, group["amsgrad"], group["maximize"], len(group), look)
+        known = self._known.get(number)
+        if known is not None and known[0] and all(map(is_, known[0], values)):
+            return known[1]
+        check_group_keys(number, group)  # a key more shows as another length
+        options = group_options(number, group, look=look)
+        if known is not None and known[1] == options:
+            options = known[1]
+        # The very same tensor or array may hold another number at the next step.
+        kept = all(isinstance(value, Real) or (isinstance(value, torch.Tensor) and not look) for value in values)
+        self._known[number] = (values if kept else (), options)
+        return options
+
+
+def _pair(betas: Any, number: int | None) -> tuple[Any, Any]:
+    if not isinstance(betas, (str, bytes, Mapping, Set)):
+        try:
+            if len(betas) == 2:
+                return betas[0], betas[1]
+        except (TypeError, IndexError, KeyError):
+            pass
+    raise InvalidOption(f"{_where(number)}betas must be two numbers in [0, 1), got {betas!r}")
+
+
+def _number(name: str, value: Any, number: int | None) -> Any:
+    """A number out of a tensor or an array; anything else as it is, for the check of ranges to judge."""
+    if isinstance(value, Real) or not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, TypeError, ValueError):  # torch's and NumPy's ways to say that there is more than one
+        shape = tuple(getattr(value, "shape", ()))
+        kind = "a tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise InvalidOption(f"{_where(number)}{name} must be one number, got {kind} of shape {shape}") from None
+
+
+def _where(number: int | None) -> str:
+    return "" if number is None else f"group {number}: "
