@@ -350,12 +350,10 @@ def _fused_method(device: torch.device, size: int) -> Callable[[], None]:
         for g, p in zip(gradients, parameters, strict=True)
     ]
     table = storage.LaunchTable(memories, device)
-    watch = storage.TensorWatch(parameters, [])
     completed = 0
 
     def step() -> None:
         nonlocal completed
-        storage.bind_gradients(table, watch, parameters, gradients)
         storage.adamw_scaled(table, storage.coefficient_table([options.prepare_step(completed)]))
         completed += 1
 

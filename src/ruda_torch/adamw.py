@@ -13,21 +13,17 @@ from torch.optim import optimizer
 
 from ruda_optim.fused_adamw import InvalidOption, InvalidState
 
-from . import checkpoint, compiled, sharding
-from .capturable import CapturableStep, CapturedReport
-from .fused import FusedStep, StepReport
+from . import checkpoint, compiled
+from .engine import Engine, StepInputs
 from .hyperparameters import float_betas, group_options
-from .members import MASTER, REMAINDER, check_parameter_dtype
-from .plan import same
+from .members import check_parameter_dtype
 from .settings import Settings, check_grad_scale, check_group_keys, check_group_switches, check_served
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
     from torch.optim.optimizer import ParamsT, StateDict
-
-_NO_STEP = StepReport(skipped=False, grad_norm=math.nan, clip_factor=1.0)
 
 
 class _Live:
@@ -38,14 +34,23 @@ class _Live:
     optimizer does, and what is assigned through it reaches the optimizer.
     """
 
-    def __init__(self, owner: AdamW, settings: Settings, engine: FusedStep) -> None:
+    def __init__(self, owner: AdamW, settings: Settings) -> None:
         self._owner = weakref.ref(owner)
         self.settings = settings
-        self.engine = engine
-        self.last: StepReport | CapturedReport = _NO_STEP
-        self.last_group_norms: tuple[float, ...] | None = None
+        self.engine = Engine(settings)
         self.state_shown = True
-        self.parameters = [p for group in owner.__dict__.get("param_groups", ()) for p in group["params"]]
+        self.tensors_shared = True  # by a state dict: the tensors, not the dicts that hold them
+        self.follow(owner.__dict__.get("param_groups", ()))
+
+    def follow(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Note which parameters a compiled graph may name by their position. The lists are the groups' own."""
+        groups = list(groups)
+        self.lists = [group["params"] for group in groups]
+        self.parameter_ids = [id(parameter) for group in groups for parameter in group["params"]]
+
+    def change(self, settings: Settings) -> None:
+        self.settings = settings
+        self.engine.configure(settings)
 
     @property
     def owner(self) -> AdamW:
@@ -70,9 +75,8 @@ class AdamW(torch.optim.AdamW):
         amsgrad: divide by the running maximum of the uncorrected second moment. Default False.
         maximize: climb instead of descend. Default False.
         foreach, fused, differentiable: torch's, for ``fused_step=False`` only.
-        capturable: with ``fused_step=True``: nothing is read on the host during a step, so that a CUDA graph may
-            capture it; step counters and the decision to skip or clip live on the device, and ``last_*`` wait for it
-            when they are read. Needs parameters on one accelerator. Default False.
+        capturable: torch's switch for CUDA graphs. The fused step is always fit for capture: nothing is read on the
+            host during a step, and ``last_*`` wait for the device when they are read. Default False.
         fused_step: use the fused kernels. What they cannot do raises; nothing falls back. Default False.
         hierarchical_stats: merge gradient statistics in stages with bounded scratch (needs ``fused_step``). Recommended
             on accelerators. Default False.
@@ -81,8 +85,8 @@ class AdamW(torch.optim.AdamW):
             are never rewritten. Default None.
         check_finite: with ``fused_step``: one NaN or infinity anywhere skips the whole step. Default True.
         split_master: None or True keeps the masters of BF16 parameters as the parameter plus 16 bits, False in FP32,
-            two bytes per element more (needs ``fused_step``). A parameter with a split master is rounded with ties
-            away from zero. FP16 parameters always get an FP32 master. Default None.
+            two bytes per element more (needs ``fused_step``). A parameter with a split master is rounded with ties away
+            from zero. FP16 parameters always get an FP32 master. Default None.
 
     None of these settings goes into a parameter group.
 
@@ -147,15 +151,13 @@ class AdamW(torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._live.state_shown = False  # torch's constructor assigned an empty state and kept nothing of it
+        # Torch's constructor assigned an empty state and kept nothing of it.
+        self._live.state_shown = self._live.tensors_shared = False
         self._announce_scaling()
 
     def _start(self, settings: Settings) -> None:
-        self._live = _Live(self, settings, self._new_engine(settings))
+        self._live = _Live(self, settings)
         self._number = compiled.register(self)
-
-    def _new_engine(self, settings: Settings, skipped_steps: int = 0) -> FusedStep:
-        return (CapturableStep if self._capturable else FusedStep)(settings, skipped_steps)
 
     def _announce_scaling(self) -> None:
         """Tell torch.amp.GradScaler that step() takes grad_scale and found_inf and does not want unscaled gradients."""
@@ -182,11 +184,7 @@ class AdamW(torch.optim.AdamW):
     def max_grad_norm(self, value: float | None) -> None:
         settings = replace(self._live.settings, max_grad_norm=value)
         check_served(settings, fused_step=self._fused_step)
-        self._change(settings)
-
-    def _change(self, settings: Settings) -> None:
-        live = self._live
-        live.settings, live.engine = settings, self._new_engine(settings, live.engine.skipped_steps)
+        self._live.change(settings)
 
     @property
     def state(self) -> Any:
@@ -207,22 +205,23 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def last_step_skipped(self) -> bool:
-        return self._live.last.skipped
+        outcome = self._live.engine.last()
+        return outcome is not None and outcome.skipped
 
     @property
     def last_grad_norm(self) -> float:
-        return self._live.last.grad_norm
+        outcome = self._live.engine.last()
+        return math.nan if outcome is None else outcome.grad_norm
 
     @property
     def last_clip_factor(self) -> float:
-        return self._live.last.clip_factor
+        outcome = self._live.engine.last()
+        return 1.0 if outcome is None else outcome.clip_factor
 
     @property
     def last_group_norms(self) -> tuple[float, ...]:
-        live = self._live
-        if live.last_group_norms is None:
-            live.last_group_norms = live.last.group_norms()
-        return live.last_group_norms
+        outcome = self._live.engine.last()
+        return () if outcome is None else outcome.group_norms()
 
     @property
     def skipped_steps(self) -> int:
@@ -235,7 +234,7 @@ class AdamW(torch.optim.AdamW):
         if isinstance(param_group, dict):  # anything else, and a set of parameters, is torch's to refuse
             self._check_group(len(self.param_groups), param_group)
         super().add_param_group(param_group)
-        self._live.parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._live.follow(self.param_groups)
 
     def _check_group(self, number: int, group: dict[str, Any]) -> None:
         check_group_keys(number, group)
@@ -305,7 +304,7 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         if torch.compiler.is_compiling():
             with torch.no_grad():
-                compiled.step(self._number, self._live.parameters, grad_scale)
+                compiled.step(self._number, [p for group in self._live.lists for p in group], grad_scale)
         else:
             self._run(grad_scale=grad_scale)
         return loss
@@ -313,22 +312,25 @@ class AdamW(torch.optim.AdamW):
     def _run(
         self,
         gradients: list[Tensor | None] | None = None,
-        targets: list[Tensor] | None = None,
+        targets: list[list[Tensor]] | None = None,
         grad_scale: float | Tensor | None = None,
     ) -> None:
         live = self._live
         scale = getattr(self, "grad_scale", None)  # what a GradScaler hands over
         if grad_scale is not None:
             scale = grad_scale if scale is None else scale * grad_scale
-        live.last_group_norms = None
-        live.last = live.engine.run(
-            self.param_groups,
-            self.__dict__["state"],
-            scale,
-            getattr(self, "found_inf", None),
-            gradients,
-            targets,
-            state_shown=live.state_shown,
+        live.lists = lists = [group["params"] for group in self.param_groups]
+        live.engine.run(
+            StepInputs(
+                self.param_groups,
+                self.__dict__["state"],
+                lists if targets is None else targets,
+                scale,
+                getattr(self, "found_inf", None),
+                gradients,
+                live.state_shown or live.tensors_shared,
+                targets is not None,
+            )
         )
 
     def run_compiled(self, positions: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -339,40 +341,21 @@ class AdamW(torch.optim.AdamW):
             params, grads: their memory and their gradients, possibly the graph's copies.
         """
         everything = [parameter for group in self.param_groups for parameter in group["params"]]
-        if not same(everything, self._live.parameters):
+        if [id(parameter) for parameter in everything] != self._live.parameter_ids:
             raise InvalidState(
                 "the parameter groups changed after the step was compiled; call torch.compiler.reset() and compile "
                 "again"
             )
         gradients: list[Tensor | None] = [None] * len(everything)
-        targets = [parameter.detach() for parameter in everything]
+        stand_ins = [parameter.detach() for parameter in everything]
         for position, param, grad in zip(positions, params, grads, strict=True):
             gradients[position] = grad
-            targets[position] = param.detach()
-        own = all(t.data_ptr() == p.data_ptr() for t, p in zip(targets, everything, strict=True))
-        self._run(gradients, None if own else targets)
-
-    @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Take over FP16 and BF16 parameters that something else than ``step`` has changed.
-
-        The fused step writes a half parameter from its FP32 master, so weights that were loaded, averaged or swapped in
-        after the first step would be overwritten by the next one. Call this after such a change. An element that still
-        is its master, rounded, keeps the master's low bits; every other master element becomes the parameter's value.
-        So nothing is lost where nothing changed. Moments and step counts stay.
-
-        A split master is the parameter and 16 more bits, so it follows by itself; what it holds below the parameter is
-        set to zero, everywhere, because nothing tells which elements changed. FP32 parameters have no master.
-        """
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.__dict__["state"].get(parameter, {})
-                half = sharding.local(parameter)
-                if MASTER in state:
-                    master = sharding.local(state[MASTER])
-                    master.copy_(torch.where(master.to(half.dtype) == half, master, half.to(master.dtype)))
-                if REMAINDER in state:
-                    sharding.local(state[REMAINDER]).zero_()
+            stand_ins[position] = param.detach()
+        if all(t.data_ptr() == p.data_ptr() for t, p in zip(stand_ins, everything, strict=True)):
+            self._run(gradients)
+            return
+        following = iter(stand_ins)
+        self._run(gradients, [[next(following) for _ in group["params"]] for group in self.param_groups])
 
     def __repr__(self) -> str:
         """Torch's text, with this class's settings above the groups."""
@@ -389,6 +372,8 @@ class AdamW(torch.optim.AdamW):
         """Torch's state dict; with ``fused_step=True`` also this class's settings under the key ``ruda``."""
         if not self._fused_step:
             return super().state_dict()
+        self._live.engine.check_ranks()
+        self._live.engine.check_whole()
         shown = self._live.state_shown
         saved = super().state_dict()
         if not (self._optimizer_state_dict_pre_hooks or self._optimizer_state_dict_post_hooks):
@@ -398,6 +383,7 @@ class AdamW(torch.optim.AdamW):
             saved["state"] = {key: dict(entry) if type(entry) is dict else entry for key, entry in entries.items()}
             if all(type(entry) is dict for entry in entries.values()):
                 self._live.state_shown = shown
+        self._live.tensors_shared = True
         saved[checkpoint.KEY] = checkpoint.settings_entry(self._live.settings)
         return saved
 
@@ -423,7 +409,8 @@ class AdamW(torch.optim.AdamW):
         settings = checkpoint.load(self, super().load_state_dict, state_dict)
         if not (self._optimizer_load_state_dict_pre_hooks or self._optimizer_load_state_dict_post_hooks):
             self._live.state_shown = shown
-        self._change(settings)
+        self._live.change(settings)
+        self._live.engine.restored()
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -438,11 +425,13 @@ class AdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         own = state.pop(checkpoint.KEY, None)
-        super().__setstate__(state)
         if own is not None:  # unpickling or copying; load_state_dict passes groups and state alone
             own = dict(own)
             self._fused_step, self._capturable = own.pop("fused_step"), own.pop("capturable")
-            self._start(Settings(**own))
+            self._start(Settings(**own))  # torch's method looks at the state already
+        super().__setstate__(state)
+        if own is not None:
+            self._live.follow(self.param_groups)
             self._announce_scaling()
 
 

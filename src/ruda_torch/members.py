@@ -1,7 +1,7 @@
 """Which tensors take part in a step, with every check that a step needs before it changes anything.
 
-A member is one parameter that has a gradient. Collecting members is the slow path: it runs on the first step and when
-the tensors of a step differ from those of the last one (:mod:`ruda_torch.plan` notices).
+Collecting members is the slow path: it runs on the first step and when the tensors of a step differ from those of the
+last one, which a plan notices.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ruda_optim.fused_adamw import DifferentDevice, InvalidState, InvalidTensor, ShapeMismatch
+from ruda_optim.fused_adamw import DifferentDevice, FusedAdamWError, InvalidState, InvalidTensor, ShapeMismatch
 from ruda_optim.fused_adamw.storage import GRADIENT_DTYPES, TensorMemory, check_has_memory, check_memory, overlaps
 
 from . import sharding
@@ -33,15 +33,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 @dataclass
 class Member:
-    """One parameter with a gradient.
+    """One parameter of a plan.
 
     ``state`` is what the optimizer holds, empty before the first update. ``target`` is the memory that the step reads
-    and writes: the parameter itself, or the stand-in that a compiled graph passes for it.
+    and writes: the parameter itself, or the stand-in that a compiled graph passes for it. ``gradient`` is this rank's
+    part of it, None for a parameter that has a state and stays out of this step.
     """
 
     where: str
     parameter: Tensor
     target: Tensor
+    gradient: Tensor | None
+    position: int
     group: int
     amsgrad: bool
     state: dict[str, Any]
@@ -51,24 +54,31 @@ class Member:
     def moments(self) -> tuple[str, ...]:
         return MOMENTS if self.amsgrad else MOMENTS[:2]
 
+    @property
+    def memory_keys(self) -> tuple[str, ...]:
+        """What of the state a step reads and writes, as far as it is there."""
+        masters = () if self.target.dtype is torch.float32 else (MASTER, REMAINDER)
+        return ("step", *self.moments, *masters)
+
+    def entry(self, key: str) -> Tensor | None:
+        """A state tensor, or None."""
+        return self.created.get(key, self.state.get(key))
+
     def local(self, key: str) -> Tensor | None:
         """This rank's part of a state tensor, or None."""
-        tensor = self.created.get(key, self.state.get(key))
+        tensor = self.entry(key)
         return None if tensor is None else sharding.local(tensor)
 
-    def allocate(self, *, settings: Settings, capturable: bool = False) -> None:
+    def allocate(self, settings: Settings) -> None:
         """Allocate what the state lacks, into ``created``: nothing the optimizer holds changes yet.
 
-        A capturable step does not know on the host whether it will update, so its moments start as zeros in memory.
+        The host does not know whether the step will be taken, so the moments start as zeros in memory.
         """
         parameter, new = self.target, self.created
         if not self.state:
-            new["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if capturable else "cpu")
-            empty = sharding.local(parameter).numel() == 0
-            # The first update writes every moment without reading it; only an empty tensor never gets one.
-            allocate = torch.zeros_like if empty or capturable else torch.empty_like
+            new["step"] = torch.zeros((), dtype=torch.float32, device=sharding.local(parameter).device)
             for key in self.moments:
-                new[key] = allocate(parameter, dtype=torch.float32, requires_grad=False)
+                new[key] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
         if parameter.dtype is torch.float32:
             return
         if settings.keeps_split(parameter.dtype):
@@ -77,81 +87,89 @@ class Member:
         elif MASTER not in self.state:
             new[MASTER] = parameter.detach().to(torch.float32)
 
-    def memory(self, gradient: Tensor, *, capturable: bool = False) -> TensorMemory:
+    def memory(self) -> TensorMemory:
         """The launch description of this member; everything it needs has been checked and allocated."""
         parameter = sharding.local(self.target)
         half = parameter.dtype is not torch.float32
-        split = half and self.local(REMAINDER) is not None
+        split = half and self.entry(REMAINDER) is not None
         return TensorMemory(
-            gradient=gradient,
+            gradient=parameter if self.gradient is None else self.gradient,
             parameter=None if split else self.local(MASTER) if half else parameter,
             exp_avg=self.local("exp_avg"),
             exp_avg_sq=self.local("exp_avg_sq"),
             max_exp_avg_sq=self.local("max_exp_avg_sq") if self.amsgrad else None,
             copy=parameter if half else None,
             remainder=self.local(REMAINDER) if split else None,
-            step=self.created.get("step", self.state.get("step")),
-            first="exp_avg" in self.created and not capturable,
+            step=self.local("step"),
         )
 
 
 def collect(
     groups: Sequence[dict[str, Any]],
+    targets: Sequence[Sequence[Tensor]],
     state: dict[Tensor, dict[str, Any]],
     gradients: Sequence[Tensor | None],
-    targets: Sequence[Tensor] | None,
-    *,
     settings: Settings,
-    capturable: bool = False,
-) -> tuple[list[Member], list[Tensor]]:
-    """The members of this step and their gradients (this rank's part), all of them checked.
+) -> list[Member]:
+    """The members of a plan, in the order of the groups, all of them checked.
 
     Args:
         groups, state: the optimizer's.
+        targets: the parameters of each group, or their stand-ins.
         gradients: this rank's parts, one per parameter of all groups, None for those that stay out of this step.
-        targets: stand-ins for the parameters, in the same order; None for the parameters themselves.
         settings: say which parameters keep a split master.
-        capturable: step counters live on the parameters' device instead of the host.
 
     Raises:
         InvalidTensor, ShapeMismatch, DifferentDevice, InvalidState: what is wrong, with group and index.
     """
     members: list[Member] = []
-    parts: list[Tensor] = []
     seen: set[int] = set()
     position = -1
     for number, group in enumerate(groups):
         names = group.get("param_names")
-        for index, parameter in enumerate(group["params"]):
+        for index, (parameter, target) in enumerate(zip(group["params"], targets[number], strict=True)):
             position += 1
             gradient = gradients[position]
-            if gradient is None:
+            held = state.get(parameter, {})
+            if gradient is None and not held:
                 continue
             where = describe(number, index, names)
+            member = Member(where, parameter, target, None, position, number, bool(group["amsgrad"]), held)
+            if gradient is None:
+                if _is_ready(member, settings):
+                    members.append(member)
+                continue
             if id(parameter) in seen:
                 raise InvalidTensor(f"{where} appears twice; an optimizer updates each parameter once per step")
             seen.add(id(parameter))
-            target = parameter if targets is None else targets[position]
-            member = Member(where, parameter, target, number, bool(group["amsgrad"]), state.get(parameter, {}))
-            parts.append(check_gradient(where, parameter, gradient))
+            member.gradient = check_gradient(where, parameter, gradient)
             _check_parameter(where, target)
-            _check_state(member, settings=settings, capturable=capturable)
+            _check_state(member, settings)
             members.append(member)
-    _check_memory(members, parts)
-    return members, parts
+    _check_memory(members)
+    return members
 
 
-def _check_memory(members: Sequence[Member], gradients: Sequence[Tensor]) -> None:
+def _is_ready(member: Member, settings: Settings) -> bool:
+    """Whether a parameter without a gradient could be stepped; what is wrong with it is said once it has one."""
+    try:
+        _check_parameter(member.where, member.target)
+        _check_state(member, settings)
+    except FusedAdamWError:
+        return False
+    return all(member.entry(key) is not None for key in member.moments)
+
+
+def _check_memory(members: Sequence[Member]) -> None:
     """Raise :class:`InvalidTensor` unless what the step writes, as far as it exists, belongs to one tensor each."""
     written = [(member.where, sharding.local(member.target)) for member in members]
     for member in members:
-        masters = () if member.target.dtype is torch.float32 else (MASTER, REMAINDER)
-        for key in (*member.moments, *masters, "step"):
+        for key in member.memory_keys:
             tensor = member.local(key)
             if tensor is not None:
                 written.append((f"{key} of {member.where}", tensor))
-    names = (f"the gradient of {member.where}" for member in members)
-    check_memory(written, list(zip(names, gradients, strict=True)))
+    gradients = ((f"the gradient of {member.where}", member.gradient) for member in members)
+    check_memory(written, [(name, gradient) for name, gradient in gradients if gradient is not None])
 
 
 def describe(group: int, index: int, names: Sequence[str] | None) -> str:
@@ -221,7 +239,7 @@ def check_gradient(where: str, parameter: Tensor, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _check_state(member: Member, *, settings: Settings, capturable: bool) -> None:
+def _check_state(member: Member, settings: Settings) -> None:
     state, where = member.state, member.where
     if not isinstance(state, dict):
         raise InvalidState(f"the state of {where} must be a dict, got {type(state).__name__}")
@@ -285,11 +303,13 @@ def _check_state(member: Member, *, settings: Settings, capturable: bool) -> Non
     step = state["step"]
     if isinstance(step, torch.Tensor):
         check_has_memory(f"step of {where}", sharding.local(step))
-    device = parameter.device if capturable else torch.device("cpu")
     if not (
-        isinstance(step, torch.Tensor) and step.dtype is torch.float32 and step.dim() == 0 and step.device == device
+        isinstance(step, torch.Tensor)
+        and step.dtype is torch.float32
+        and step.dim() == 0
+        and step.device == local.device
     ):
-        state["step"] = step_counter(where, step).to(device)
+        member.created["step"] = step_counter(where, step).to(local.device)
 
 
 def step_counter(where: str, step: object) -> Tensor:

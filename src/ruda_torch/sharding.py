@@ -39,6 +39,12 @@ def is_sharded(tensor: object) -> bool:
     return dtensor is not None and isinstance(tensor, dtensor)
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """True for a tensor of torch's FakeTensorMode: shape and dtype without memory."""
+    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    return fake is not None and isinstance(local(tensor), fake)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, after any communication it still waits for; a plain tensor is its own part."""
     if type(tensor) in _PLAIN:

@@ -158,19 +158,7 @@ def test_the_operator_checks_sizes_once_more() -> None:
     with pytest.raises(RuntimeError, match="needs 2 statistics rows"):
         operators.analyze_gradient(table.fields, table.layouts, torch.empty(3, 3), 65536, 1.0)
     with pytest.raises(RuntimeError, match="the launch table needs 16 rows"):
-        operators.adamw_scaled(table.fields[1:], table.layouts, torch.empty(1, 8), 1.0, 1.0)
-
-
-def test_host_functions_check_sizes_and_memory() -> None:
-    table = LaunchTable([TensorMemory(gradient) for gradient in tensors(2)], CPU)
-    with pytest.raises(ShapeMismatch, match="2 columns, 2 watched, got 2 parameters and 1 gradients"):
-        storage.bind_gradients(table, storage.TensorWatch(tensors(2), []), tensors(2), tensors(1))
-    with pytest.raises(ShapeMismatch, match="2 columns, 1 watched, got 1 parameters and 2 gradients"):
-        storage.bind_gradients(table, storage.TensorWatch(tensors(1), []), tensors(1))
-    with pytest.raises(ShapeMismatch, match=r"one entry per column, shape \(2,\), got torch.int64 of shape \(1,\)"):
-        storage.CoefficientRows(table, torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(RuntimeError, match="tensor 1 of 2 has no strided memory that can be watched"):
-        storage.TensorWatch([torch.ones(2), torch.ones(2).to_sparse()], [])
+        operators.adamw_scaled(table.fields[1:], table.layouts, torch.empty(1, 8), 1.0, 1.0, False)
 
 
 # ----------------------------------------------------------------------------------------------------------- merges

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import pathlib
 import re
 import weakref
-from collections import defaultdict
 
 import numpy as np
 import pytest
 import torch
 from cases import as_array, to_torch
 from kernel_runs import CPU, gradient_rows, same_bits
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ruda_optim.fused_adamw import (
     AdamWOptions,
     StepCoefficients,
     storage,
 )
-from ruda_optim.fused_adamw.kernels import cpu, host, tables
+from ruda_optim.fused_adamw.kernels import cpu, tables
 from ruda_optim.fused_adamw.stats_plan import ROW_ELEMENTS
 from ruda_optim.fused_adamw.storage import Field, Flag, LaunchTable, TensorMemory
 
@@ -54,187 +51,6 @@ def bindable() -> tuple[LaunchTable, list[torch.Tensor], list[torch.Tensor]]:
     return LaunchTable(memories, CPU), parameters, gradients
 
 
-def test_bind_gradients_takes_over_addresses() -> None:
-    table, parameters, _ = bindable()
-    watch = storage.TensorWatch(parameters, [])
-    fresh = [torch.full((4, 6), float(index)) for index in range(4)]
-    revision = table.revision
-    assert storage.bind_gradients(table, watch, parameters, fresh) == -1
-    assert table.fields[Field.GRAD].tolist() == [gradient.data_ptr() for gradient in fresh]
-    assert table.revision == revision, "only addresses changed"
-
-
-def test_bind_gradients_keeps_the_aligned_flag_true() -> None:
-    table, parameters, gradients = bindable()
-    watch = storage.TensorWatch(parameters, [])
-    assert all(flags & Flag.ALIGNED for flags in table.fields[Field.FLAGS].tolist())
-    shifted = to_torch(as_array(gradients[1]), layout="misaligned")
-    assert storage.bind_gradients(table, watch, parameters, [gradients[0], shifted, *gradients[2:]]) == -1
-    aligned = [bool(flags & Flag.ALIGNED) for flags in table.fields[Field.FLAGS].tolist()]
-    assert aligned == [True, False, True, True]
-    assert storage.bind_gradients(table, watch, parameters, gradients) == -1
-    assert all(flags & Flag.ALIGNED for flags in table.fields[Field.FLAGS].tolist())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda g: g.bfloat16(),
-        lambda g: g.half(),
-        lambda g: g.double(),
-        lambda g: g.t().contiguous().t(),
-        lambda g: g[:, :1].expand(4, 6),
-        lambda g: g.reshape(6, 4),
-        lambda g: g.reshape(24),
-        lambda g: g.to_sparse(),
-        lambda g: g.to("meta"),
-    ],
-    ids=["bfloat16", "float16", "float64", "transposed", "expanded", "shape", "dimensions", "sparse", "device"],
-)
-def test_bind_gradients_stops_at_a_column_that_the_table_does_not_describe(change) -> None:
-    table, parameters, gradients = bindable()
-    watch = storage.TensorWatch(parameters, [])
-    before = table.fields.clone()
-    changed = [gradients[0].clone(), gradients[1].clone(), change(gradients[2]), gradients[3].clone()]
-    assert storage.bind_gradients(table, watch, parameters, changed) == 2
-    assert storage.bind_gradients(table, watch, parameters, changed, 2) == 2
-    assert storage.bind_gradients(table, watch, parameters, changed, 3) == -1
-    assert (table.fields[:, 2] == before[:, 2]).all(), "the column in question is left to the caller"
-    for index in (0, 1, 3):
-        assert table.fields[Field.GRAD, index] == changed[index].data_ptr()
-
-
-@pytest.mark.parametrize("count", [3, 5000], ids=["few", "enough for every thread"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda p: setattr(p, "data", p.data.clone()),
-        lambda p: setattr(p, "data", p.data[:2]),
-        lambda p: setattr(p, "data", p.data.double()),
-    ],
-    ids=["memory", "smaller", "dtype"],
-)
-def test_bind_gradients_notices_state_that_changed(change, count) -> None:
-    table, parameters, gradients = bindable()
-    state = [torch.ones(4, 6) for _ in range(count)]
-    watch = storage.TensorWatch(parameters, state)
-    state[-2].add_(1.0)
-    assert storage.bind_gradients(table, watch, parameters, gradients) == -1, "values may change"
-    change(state[-2])
-    assert storage.bind_gradients(table, watch, parameters, gradients) == storage.CHANGED
-
-
-def test_a_watch_holds_its_state_alone_and_lets_it_go() -> None:
-    """torch.utils.swap_tensors refuses parameters that somebody else holds."""
-    state, parameter = torch.ones(8), torch.ones(8)
-    watch = storage.TensorWatch([parameter], [state])
-    assert (state._use_count(), parameter._use_count()) == (2, 1)
-    with FakeTensorMode():  # the collector may run at any time, torch's compilers among others
-        del watch
-        gc.collect()
-    assert state._use_count() == 1
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda p: setattr(p, "data", p.data.clone()),
-        lambda p: setattr(p, "data", p.data.t()),
-        lambda p: setattr(p, "data", p.data[:2]),
-        lambda p: setattr(p, "data", p.data.double()),
-    ],
-    ids=["memory", "transposed", "smaller", "dtype"],
-)
-def test_bind_gradients_notices_a_parameter_that_changed(change) -> None:
-    table, parameters, gradients = bindable()
-    watch = storage.TensorWatch(parameters, [])
-    change(parameters[1])
-    assert storage.bind_gradients(table, watch, parameters, gradients) == storage.CHANGED
-    assert storage.bind_gradients(table, watch, parameters, gradients, 2) == -1
-
-
-def test_size_one_dimensions_are_no_difference() -> None:
-    parameter = torch.linspace(-1, 1, 6).view(1, 6)
-    table = LaunchTable([TensorMemory(torch.ones(1, 6), parameter, torch.zeros(1, 6), torch.zeros(1, 6))], CPU)
-    odd = torch.ones(100).as_strided((1, 6), (77, 1))
-    assert storage.bind_gradients(table, storage.TensorWatch([parameter], []), [parameter], [odd]) == -1
-
-
-@pytest.mark.parametrize("shape", [(1,), (), (4, 6)], ids=str)
-def test_bind_gradients_leaves_a_negated_gradient_to_the_caller(shape) -> None:
-    """The imaginary part of a conjugate is one, and flat where it has a single element."""
-    parameter, gradient = torch.ones(shape), torch.full(shape, 2.0)
-    table = LaunchTable([TensorMemory(gradient, parameter, torch.zeros(shape), torch.zeros(shape))], CPU)
-    watch = storage.TensorWatch([parameter], [])
-    assert storage.bind_gradients(table, watch, [parameter], [gradient]) == -1
-    imaginary = torch.ones(shape, dtype=torch.complex64).conj().imag
-    for negated in (imaginary, torch._neg_view(gradient)):
-        assert negated.is_neg()
-        for _ in range(2):
-            assert storage.bind_gradients(table, watch, [parameter], [negated]) == 0
-        assert storage.bind_gradients(table, watch, [parameter], [gradient]) == -1
-    assert table.fields[Field.GRAD, 0] == gradient.data_ptr()
-
-
-def test_bind_gradients_takes_the_parameters_own() -> None:
-    table, _, _ = bindable()
-    parameters = [torch.nn.Parameter(torch.ones(4, 6)) for _ in range(4)]
-    watch = storage.TensorWatch(parameters, [])
-    for parameter in parameters:
-        parameter.grad = torch.ones(4, 6)
-    assert storage.count_gradients(parameters) == 4
-    assert storage.bind_gradients(table, watch, parameters) == -1
-    assert table.fields[Field.GRAD].tolist() == [parameter.grad.data_ptr() for parameter in parameters]
-    assert storage.bind_gradients(table, watch, tuple(parameters), tuple(p.grad for p in parameters)) == -1
-    held = [None] * 4
-    assert storage.bind_gradients(table, watch, parameters, held=held) == -1
-    assert all(gradient is parameter.grad for gradient, parameter in zip(held, parameters, strict=True))
-    parameters[2].grad = None
-    assert storage.count_gradients(parameters) == 3
-    assert storage.bind_gradients(table, watch, parameters) == 2
-    assert storage.bind_gradients(table, watch, parameters, start=3) == -1
-
-
-def test_an_error_of_a_parameter_comes_through() -> None:
-    class Guarded(torch.nn.Parameter):
-        @property
-        def grad(self):
-            raise RuntimeError("this gradient is not for you")
-
-    table, _, _ = bindable()
-    parameters = [Guarded(torch.ones(4, 6)) for _ in range(4)]
-    watch = storage.TensorWatch(parameters, [])
-    with pytest.raises(RuntimeError, match="this gradient is not for you"):
-        storage.bind_gradients(table, watch, parameters)
-    with pytest.raises(RuntimeError, match="this gradient is not for you"):
-        storage.count_gradients(parameters)
-
-
-def test_same_objects_compares_identities() -> None:
-    a, b, c = (torch.ones(2) for _ in range(3))
-    assert storage.same_objects([a, b, c], 0, [a, b])
-    assert storage.same_objects([a, b, c], 1, [b, c])
-    assert storage.same_objects([a], 1, [])
-    assert not storage.same_objects([a, b, c], 0, [b])
-    assert not storage.same_objects([a, b], 1, [b, c]), "longer than what there is"
-
-
-def test_same_values_compares_identities_dict_by_dict() -> None:
-    a, b, c = (torch.ones(2) for _ in range(3))
-    dicts = [{"x": a, "y": b}, {}, {"x": c}]
-    assert storage.same_values(dicts, [a, b, c])
-    assert storage.same_values([defaultdict(dict, {a: dicts[0]})], dicts[:1])
-    assert storage.same_values([], [])
-    for other in ([a, b], [a, b, c, a], [a, c, b], [a, b, torch.ones(2)]):
-        assert not storage.same_values(dicts, other)
-
-
-def test_another_generation_of_dlpack_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(host, "_DLPACK_MAJOR", 2)
-    with pytest.raises(ImportError, match=f"by DLPack 2, but torch {re.escape(torch.__version__)} speaks DLPack 1;"):
-        host._Functions()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "every second", "misaligned"])
 def test_set_gradient_describes_any_dtype_and_layout(dtype, layout) -> None:
@@ -251,8 +67,7 @@ def test_set_gradient_describes_any_dtype_and_layout(dtype, layout) -> None:
 
 
 def test_set_gradient_back_and_forth() -> None:
-    table, parameters, gradients = bindable()
-    watch = storage.TensorWatch(parameters, [])
+    table, _, gradients = bindable()
     clean = table.fields.clone()
     table.set_gradient(1, to_torch(as_array(gradients[1]), "bfloat16", "every second"))
     table.set_gradient(3, to_torch(as_array(gradients[3]), "float32", "transposed"))
@@ -261,7 +76,6 @@ def test_set_gradient_back_and_forth() -> None:
     table.set_gradient(1, gradients[1])
     table.set_gradient(3, gradients[3])
     assert torch.equal(table.fields, clean)
-    assert storage.bind_gradients(table, watch, parameters, gradients) == -1
 
 
 def test_a_strided_gradient_that_stays_the_same_changes_nothing() -> None:
@@ -277,57 +91,46 @@ def test_a_strided_gradient_that_stays_the_same_changes_nothing() -> None:
     assert torch.equal(table.fields[Field.LAYOUT], fields[Field.LAYOUT])
 
 
-def test_set_gradient_keeps_what_the_steps_have_made() -> None:
-    """FIRST stays cleared, and so does the coefficient row."""
+def test_set_gradient_keeps_what_is_not_the_gradients() -> None:
     table, _, gradients = bindable()
     table.fields[Field.COEFFICIENTS] = torch.tensor([0, 1, 2, 3])
-    storage.advance_steps(table)
+    table.fields[Field.FLAGS] &= ~int(Flag.FIRST)
     table.set_gradient(2, gradients[2].bfloat16())
     assert not any(flags & Flag.FIRST for flags in table.fields[Field.FLAGS].tolist())
     assert table.fields[Field.COEFFICIENTS].tolist() == [0, 1, 2, 3]
 
 
-def test_a_table_keeps_no_gradient_alive() -> None:
-    gradient = torch.ones(3)
-    alive = weakref.ref(gradient)
-    table = LaunchTable([TensorMemory(gradient, torch.ones(3), torch.ones(3), torch.ones(3))], CPU)
-    del gradient
-    assert alive() is None
+def test_a_selection_describes_some_of_the_columns() -> None:
+    table, parameters, gradients = bindable()
+    gradients[2] = to_torch(as_array(gradients[2]), "float32", "every second")
+    table.set_gradient(2, gradients[2])
+    wanted = [updated(p, g) for p, g in zip(parameters, gradients, strict=True)]
+    before = [parameter.clone() for parameter in parameters]
+    part = table.select([0, 2], CPU)
+    assert (len(part), part.numel) == (2, 48)
+    storage.adamw_scaled(part, storage.coefficient_table([OPTIONS.prepare_step(0)]))
+    for index, parameter in enumerate(parameters):
+        assert same_bits(parameter, wanted[index] if index in (0, 2) else before[index])
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_a_table_keeps_no_gradient_alive(hold) -> None:
+    tensors = [torch.ones(3) for _ in range(4)]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    table = LaunchTable([TensorMemory(*tensors)], CPU, hold=hold)
+    del tensors
+    assert [reference() is not None for reference in alive] == [False, hold, hold, hold]
     assert len(table) == 1
 
 
 # ------------------------------------------------------------------------------------------------------ bookkeeping
 
 
-def test_tensors_of_one_group_and_step_share_coefficients() -> None:
-    steps = [torch.tensor(float(value)) for value in (0, 0, 5, 0, 5, 5, 2**24)]
-    memories = [TensorMemory(gradient, step=step) for gradient, step in zip(tensors(7), steps, strict=True)]
-    table = LaunchTable(memories, CPU)
-    groups = torch.tensor([0, 0, 0, 1, 0, 1, 1])
-    rows = storage.CoefficientRows(table, groups)
-    assert rows.assign() == [(0, 0), (0, 5), (1, 0), (1, 5), (1, 2**24)]
-    assert table.fields[Field.COEFFICIENTS].tolist() == [0, 0, 1, 2, 1, 3, 4]
-
-
-def test_advance_steps_counts_and_clears_first() -> None:
-    steps = [torch.tensor(0.0), torch.tensor(7.0)]
-    memories = [TensorMemory(g, first=True, step=step) for g, step in zip(tensors(2), steps, strict=True)]
-    table = LaunchTable([*memories, TensorMemory(torch.ones(2), first=True)], CPU)  # the last one has no counter
-    storage.advance_steps(table)
-    assert [step.item() for step in steps] == [1.0, 8.0]
-    assert not any(flags & Flag.FIRST for flags in table.fields[Field.FLAGS].tolist())
-
-
 def test_coefficient_table_holds_the_rows() -> None:
     steps = [OPTIONS.prepare_step(0), OPTIONS.prepare_step(41)]
-    rows = storage.CoefficientRows(LaunchTable([], CPU), torch.empty(0, dtype=torch.int64))
-    for found in (storage.coefficient_table(steps), rows.fill(steps)):
-        assert found.dtype is torch.float32
-        np.testing.assert_array_equal(as_array(found), [step.row for step in steps])
-    again = rows.fill(steps[::-1])
-    assert again.data_ptr() == found.data_ptr(), "the memory serves every step"
-    np.testing.assert_array_equal(as_array(again), [step.row for step in steps[::-1]])
-    assert rows.fill(steps[:1]).shape == (1, 8)
+    found = storage.coefficient_table(steps)
+    assert found.dtype is torch.float32
+    np.testing.assert_array_equal(as_array(found), [step.row for step in steps])
     assert storage.coefficient_table([]).shape == (0, 8)
 
 

@@ -296,14 +296,13 @@ def test_the_first_step_allocates_its_state_and_tables() -> None:
     assert sum(recorded.allocations) < 2 * 400_000 + 20_000
 
 
-def test_a_skipped_first_step_allocates_no_state() -> None:
+def test_a_skipped_first_step_leaves_no_state() -> None:
     parameter = torch.nn.Parameter(torch.ones(100_000))
     parameter.grad = torch.full((100_000,), np.nan)
     optimizer = ruda_torch.AdamW([parameter], fused_step=True)
-    recorded = record(optimizer.step)
+    optimizer.step()
     assert optimizer.last_step_skipped
     assert not optimizer.state
-    assert max(recorded.allocations) < 10_000
 
 
 def test_steady_steps_do_not_grow_python_memory() -> None:

@@ -10,7 +10,7 @@ import torch
 from small_runs import adamw, clones, contents, model, run
 
 from ruda_optim.fused_adamw import FusedAdamWError, InvalidState, ShapeMismatch, storage
-from ruda_torch import checkpoint
+from ruda_torch import checkpoint, engine
 
 
 @pytest.mark.parametrize("step", [-1, 2.5, float("nan"), torch.ones(2), "three", None, True], ids=repr)
@@ -143,8 +143,10 @@ def test_out_of_memory_while_allocating_leaves_everything_usable(monkeypatch, al
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("operator", ["adamw_scaled", "analyze_gradient", "merge_gradient_stats"])
-def test_a_failing_operator_leaves_parameters_and_state_alone(operator, steps_before):
+@pytest.mark.parametrize("operator", ["adamw_scaled", "analyze_gradient", "decide"])
+def test_a_failing_operator_leaves_parameters_and_state_alone(operator, steps_before, monkeypatch):
+    """Where the launches are made one by one, as on an accelerator or under a profiler; the native step has none."""
+    monkeypatch.setattr(engine, "_observed", lambda: True)
     optimizer, twin = (adamw(model(torch.bfloat16), max_grad_norm=1.0) for _ in range(2))
     run(optimizer, steps_before)
     run(twin, steps_before)

@@ -11,8 +11,7 @@ for bit.
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,19 +19,12 @@ from .errors import DifferentDevice, InvalidTensor, ShapeMismatch
 from .kernels import Availability as Availability
 from .kernels import Kernels as Kernels
 from .kernels import available as available
-from .kernels import host
 from .kernels import select as select
-from .kernels.host import COEFFICIENTS as COEFFICIENTS
-from .kernels.host import CoefficientRows as CoefficientRows
-from .kernels.host import advance_steps as advance_steps
-from .kernels.host import as_list
-from .kernels.host import count_gradients as count_gradients
-from .kernels.host import same_objects as same_objects
-from .kernels.host import same_values as same_values
 from .kernels.library import level
 from .kernels.memory import check_has_memory as check_has_memory
 from .kernels.memory import check_memory as check_memory
 from .kernels.memory import overlaps as overlaps
+from .kernels.tables import COEFFICIENTS as COEFFICIENTS
 from .kernels.tables import GRADIENT_DTYPES as GRADIENT_DTYPES
 from .kernels.tables import Field as Field
 from .kernels.tables import Flag as Flag
@@ -121,67 +113,6 @@ def coefficient_table(steps: Sequence[StepCoefficients]) -> Tensor:
     """The FP32 ``(len(steps), 8)`` host tensor that :func:`adamw_scaled` reads."""
     rows = [step[:COEFFICIENTS] for step in steps]
     return torch.tensor(rows, dtype=torch.float32, device="cpu").view(-1, COEFFICIENTS)
-
-
-class TensorWatch:
-    """Remembers what tensors look like, so that :func:`bind_gradients` notices ``tensor.data = ...`` and the like.
-
-    Args:
-        parameters: strided tensors, not held. Memory, shape, strides, dtype and device are compared.
-        state: tensors with memory, held. Memory and size are compared.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], state: Sequence[Tensor]) -> None:
-        self.parameters = len(parameters)
-        self.records = host.record_tensors(as_list(parameters))
-        self.state = host.watch_tensors(state)
-        if self.state:
-            weakref.finalize(self, host.unwatch, self.state).atexit = False
-
-
-CHANGED = -2
-"""Returned by :func:`bind_gradients` when parameters or state are no longer as their watch describes them."""
-
-
-def bind_gradients(
-    table: LaunchTable,
-    watch: TensorWatch,
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor] | None = None,
-    start: int = 0,
-    held: list[Any] | None = None,
-) -> int:
-    """Take over the addresses of this step's gradients, checking every tensor.
-
-    Args:
-        table: built for these tensors, in this order.
-        watch: of the same parameters, and of the state that the table points into.
-        parameters: one per table column.
-        gradients: one per table column; None for the parameters' own ``.grad``.
-        start: the first column to look at. Watched state is looked at when it is 0.
-        held: one entry per column, overwritten with the gradients. Keep it until the kernels were launched: a computed
-            ``.grad`` has no other owner. None where the caller holds them anyway.
-
-    Returns:
-        -1 when every column is bound; :data:`CHANGED` when the table is out of date; else the first column whose
-        gradient is absent, lazily negated, not of the dtype that the table says, or not flat memory laid out like its
-        parameter. Settle it with :meth:`LaunchTable.set_gradient`, then go on from the next column.
-    """
-    given = len(table) if gradients is None else len(gradients)
-    if not len(parameters) == given == watch.parameters == len(table):
-        raise ShapeMismatch(
-            f"bind_gradients needs one watched parameter and one gradient per table column: {len(table)} columns, "
-            f"{watch.parameters} watched, got {len(parameters)} parameters and {given} gradients"
-        )
-    return host.bind_gradients(
-        table,
-        watch.records,
-        watch.state,
-        as_list(parameters),
-        None if gradients is None else as_list(gradients),
-        [None] * len(table) if held is None else held,
-        start,
-    )
 
 
 class StatisticsWorkspace:

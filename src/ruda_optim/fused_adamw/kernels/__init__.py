@@ -40,10 +40,11 @@ class Kernels:
         merge_gradient_stats_chunks: ``(rows, merged, fan_in)``; ``merged`` has one row per ``fan_in`` rows.
         merge_gradient_stats: ``(rows, report)``; ``report`` is FP32 ``(3,)`` on the device: bad, scale, sumsq.
         decide: ``(table, memory, coefficients, rows, inverse_scale, *, measured, check_finite, scale=None,
-            found_inf=None)``; the decision of a whole step, written into ``memory`` (:mod:`.decision` describes it).
+            found_inf=None, stages=False)``; the decision of a whole step, written into ``memory`` (:mod:`.decision`).
             ``rows``: the statistics rows of the step, merged into ``memory.report`` (sums in FP64, the sum then rounded
             to FP32, as ``merge_gradient_stats`` does); None where the report is there already (``measured=True``) or
             where nothing was measured (``measured=False``; the report then says bad 0, scale and sumsq NaN).
+            ``stages`` merges runs of 1024 rows first, on a CPU; an accelerator has one order of merging and ignores it.
             ``found_inf``: FP32 ``(1,)`` on the device; above 0 skips the step and makes the report bad. The step is
             also skipped when it was measured, something was not finite, and ``check_finite``. Without ``check_finite``
             a bad report clips by 0 if ``max_norm`` is finite and >= 0, else by 1. A finite report clips as
@@ -64,7 +65,7 @@ class Kernels:
     analyze_gradient: Callable[..., None]
     merge_gradient_stats_chunks: Callable[[Tensor, Tensor, int], None]
     merge_gradient_stats: Callable[[Tensor, Tensor], None]
-    decide: Callable[..., None] | None = None
+    decide: Callable[..., None]
 
 
 @dataclass(frozen=True)

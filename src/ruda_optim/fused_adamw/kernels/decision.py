@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -36,3 +38,13 @@ class DecisionMemory:
     report: Tensor
     decision: Tensor
     counts: Tensor
+
+    @classmethod
+    def empty(cls, groups: int, device: torch.device) -> DecisionMemory:
+        """The memory of a step over ``groups`` parameter groups that has not decided anything yet."""
+        return cls(
+            torch.zeros((groups, HYPERPARAMETERS), dtype=torch.float64, device=device),
+            torch.zeros(3, dtype=torch.float64, device=device),
+            torch.zeros(DECISION, dtype=torch.float32, device=device),
+            torch.zeros(2, dtype=torch.int64, device=device),
+        )

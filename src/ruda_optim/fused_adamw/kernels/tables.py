@@ -10,9 +10,9 @@ row ``Field.COEFFICIENTS`` says which of the ``k`` rows a tensor uses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+
+COEFFICIENTS = 8
+"""FP32 numbers per row of the coefficient table."""
 
 
 class Field(IntEnum):
@@ -92,6 +96,11 @@ class TensorMemory:
     max_exp_avg_sq_out: Tensor | None = None
     first: bool = False
 
+    def without_gradient(self) -> list[Tensor]:
+        """Every tensor but the gradient."""
+        values = (getattr(self, entry.name) for entry in fields(self) if entry.name != "gradient")
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
     def roles(self) -> tuple[Tensor | None, ...]:
         """The tensors in the order of ``LAYOUT_ROLES``."""
         return (
@@ -105,19 +114,31 @@ class TensorMemory:
         )
 
 
-def describe_layout(roles: Sequence[Tensor | None]) -> list[int] | None:
+class _Layout(NamedTuple):
+    """How a tensor lies in memory, without the tensor: a table must not keep tensors alive between steps."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    contiguous: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> _Layout | None:
+        return None if tensor is None else cls(tuple(tensor.shape), tensor.stride(), tensor.is_contiguous())
+
+
+def describe_layout(roles: Sequence[_Layout | None]) -> list[int] | None:
     """How to walk tensors of one shape whose memory may be laid out differently.
 
     Returns ``None`` if all of them are dense with the same strides, so that one flat index serves them all. Otherwise a
     record ``[dimensions, sizes..., strides of role 0..., strides of role 1..., ...]``, outermost dimension first, with
     neighbouring dimensions merged where every tensor allows it, and zero strides for a role that is absent.
     """
-    present = [tensor for tensor in roles if tensor is not None]
+    present = [layout for layout in roles if layout is not None]
     lead = present[0]
-    if all(tensor.is_contiguous() for tensor in present):
+    if all(layout.contiguous for layout in present):
         return None
-    dims = [d for d in range(lead.dim()) if lead.shape[d] != 1]
-    strides = [tuple(tensor.stride(d) for tensor in present) for d in dims]
+    dims = [d for d, size in enumerate(lead.shape) if size != 1]
+    strides = [tuple(layout.strides[d] for layout in present) for d in dims]
     # Outermost first in the memory of the tensor that leads, so that the innermost loop runs along its memory.
     order = sorted(range(len(dims)), key=lambda k: strides[k][0], reverse=True)
     sizes: list[int] = []
@@ -134,119 +155,85 @@ def describe_layout(roles: Sequence[Tensor | None]) -> list[int] | None:
         return None
     record = [len(sizes), *sizes]
     columns = iter(range(len(present)))
-    for tensor in roles:
-        column = None if tensor is None else next(columns)
+    for layout in roles:
+        column = None if layout is None else next(columns)
         record += [0 if column is None else step[column] for step in merged]
     return record
 
 
 class LaunchTable:
-    """One launch over many tensors of one device.
+    """One launch over many tensors of one device. It keeps no gradient alive.
 
     Args:
         memories: one entry per tensor, none of them empty; checked by the caller. A tensor without memory is refused.
         device: the device of all of them.
+        hold: keep the tensors other than gradients alive, as long as the table lives.
 
     Attributes:
-        fields: int64 CPU tensor of shape ``(len(Field), n)``.
+        fields: int64 CPU tensor of shape ``(len(Field), n)``; always the same memory.
         layouts: flat int64 CPU tensor of layout records.
         revision: counts the changes of anything but the gradient pointers and ``Field.COEFFICIENTS``, so that a backend
             knows when its device copy is out of date.
         device_cache: scratch for the backend that launches this table; owned by it alone.
     """
 
-    def __init__(self, memories: Sequence[TensorMemory], device: torch.device) -> None:
+    def __init__(self, memories: Sequence[TensorMemory], device: torch.device, *, hold: bool = True) -> None:
         self.device = device
+        self._held = [memory.without_gradient() for memory in memories] if hold else []
         self.revision = 0
         self.device_cache: dict[str, object] = {}
-        self._memories = list(memories)
-        self._records: list[list[int] | None] = [None] * len(self._memories)
-        self.fields = torch.zeros((len(Field), len(self._memories)), dtype=torch.int64, device="cpu")
-        columns = [self._column(i) for i in range(len(self._memories))]
+        self._layouts = [[_Layout.of(tensor) for tensor in memory.roles()] for memory in memories]
+        self._records = [describe_layout(layouts) for layouts in self._layouts]
+        columns = [_column(i, *of) for i, of in enumerate(zip(memories, self._records, strict=True))]
+        self.fields = torch.zeros((len(Field), len(columns)), dtype=torch.int64, device="cpu")
         if columns:
             self.fields.copy_(torch.tensor(columns, dtype=torch.int64, device="cpu").T)
         self._pack_layouts()
-        for memory in self._memories:
-            del memory.gradient  # a table must not keep gradients alive between steps
         self.numel = int(self.fields[Field.NUMEL].sum())
         self._statistics_rows: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._memories)
+        return self.fields.shape[1]
 
-    @property
-    def address(self) -> int:
-        """Where :attr:`fields` lies, for the C++ functions that take it without the dispatcher."""
-        return self.fields.data_ptr()
+    def select(self, columns: Sequence[int], device: torch.device) -> LaunchTable:
+        """A table of some of the columns, all on ``device``, as they are now."""
+        chosen = LaunchTable((), device)
+        chosen._held = self._held
+        chosen.fields = self.fields[:, list(columns)].contiguous()
+        chosen.layouts = self.layouts
+        chosen.numel = int(chosen.fields[Field.NUMEL].sum())
+        return chosen
 
     def set_gradient(self, index: int, gradient: Tensor) -> None:
         """Describe a gradient (checked) whose dtype or layout differs from what column ``index`` says."""
-        memory = self._memories[index]
-        memory.gradient = gradient
-        old, old_record = self.fields[:, index].tolist(), self._records[index]
-        new = self._column(index)
-        new[Field.COEFFICIENTS] = old[Field.COEFFICIENTS]
-        new[Field.FLAGS] = new[Field.FLAGS] & ~Flag.FIRST | old[Field.FLAGS] & Flag.FIRST  # advance_steps clears FIRST
-        new[Field.LAYOUT] = old[Field.LAYOUT]  # until the record changes
-        self.fields[:, index] = torch.tensor(new, dtype=torch.int64, device="cpu")
-        del memory.gradient
-        if self._records[index] != old_record:
+        layouts = self._layouts[index]
+        layouts[LAYOUT_ROLES.index("gradient")] = _Layout.of(gradient)
+        record, old_record = describe_layout(layouts), self._records[index]
+        column = self.fields[:, index].tolist()
+        column[Field.GRAD] = gradient.data_ptr()
+        old_flags = column[Field.FLAGS]
+        column[Field.FLAGS] = int(
+            Flag(old_flags) & ~(Flag.GRAD_FP16 | Flag.GRAD_BF16 | Flag.STRIDED | Flag.ALIGNED)
+            | _GRAD_FLAG[gradient.dtype]
+            | _layout_flag(column, record)
+        )
+        self.fields[:, index] = torch.tensor(column, dtype=torch.int64, device="cpu")
+        if record != old_record:
+            self._records[index] = record
             self.fields[Field.LAYOUT, index] = -1
             self._pack_layouts()
-        if new[Field.FLAGS] != old[Field.FLAGS] or self._records[index] != old_record:
+        if column[Field.FLAGS] != old_flags or record != old_record:
             self.revision += 1
 
     def statistics_rows(self, chunk: int) -> int:
         """Statistics rows of one pass: one per ``chunk`` elements of each tensor."""
         if chunk not in self._statistics_rows:
-            self._statistics_rows[chunk] = int(((self.fields[Field.NUMEL] + (chunk - 1)) // chunk).sum())
+            self._statistics_rows[chunk] = int(self.rows_per_tensor(chunk).sum())
         return self._statistics_rows[chunk]
 
-    def _column(self, index: int) -> list[int]:
-        memory = self._memories[index]
-        record = describe_layout(memory.roles())
-        self._records[index] = record
-
-        def pointer(tensor: Tensor | None) -> int:
-            if tensor is None:
-                return 0
-            check_has_memory(f"every tensor of column {index}", tensor)
-            return tensor.data_ptr()
-
-        def output(out: Tensor | None, default: Tensor | None) -> int:
-            return pointer(default if out is None else out)
-
-        column = [0] * len(Field)
-        column[Field.PARAM] = pointer(memory.parameter)
-        column[Field.PARAM_OUT] = output(memory.parameter_out, memory.parameter)
-        column[Field.GRAD] = pointer(memory.gradient)
-        column[Field.EXP_AVG] = pointer(memory.exp_avg)
-        column[Field.EXP_AVG_OUT] = output(memory.exp_avg_out, memory.exp_avg)
-        column[Field.EXP_AVG_SQ] = pointer(memory.exp_avg_sq)
-        column[Field.EXP_AVG_SQ_OUT] = output(memory.exp_avg_sq_out, memory.exp_avg_sq)
-        column[Field.MAX_EXP_AVG_SQ] = pointer(memory.max_exp_avg_sq)
-        column[Field.MAX_EXP_AVG_SQ_OUT] = output(memory.max_exp_avg_sq_out, memory.max_exp_avg_sq)
-        column[Field.COPY] = pointer(memory.copy)
-        column[Field.REMAINDER] = pointer(memory.remainder)
-        column[Field.NUMEL] = memory.gradient.numel()
-        column[Field.LAYOUT] = -1
-        column[Field.STEP] = pointer(memory.step)
-
-        flags = _GRAD_FLAG[memory.gradient.dtype]
-        if memory.copy is not None:
-            flags |= _COPY_FLAG[memory.copy.dtype]
-        if memory.max_exp_avg_sq is not None:
-            flags |= Flag.AMSGRAD
-        if memory.first:
-            flags |= Flag.FIRST
-        if memory.remainder is not None:
-            flags |= Flag.SPLIT
-        if record is not None:
-            flags |= Flag.STRIDED
-        elif all(column[field] % 16 == 0 for field in range(Field.PARAM, Field.NUMEL)):
-            flags |= Flag.ALIGNED
-        column[Field.FLAGS] = int(flags)
-        return column
+    def rows_per_tensor(self, chunk: int) -> Tensor:
+        """int64 ``(n,)``: how many of those rows are each tensor's."""
+        return (self.fields[Field.NUMEL] + (chunk - 1)) // chunk
 
     def _pack_layouts(self) -> None:
         flat: list[int] = []
@@ -255,3 +242,48 @@ class LaunchTable:
                 self.fields[Field.LAYOUT, index] = len(flat)
                 flat += record
         self.layouts = torch.tensor(flat or [0], dtype=torch.int64, device="cpu")
+
+
+def _column(index: int, memory: TensorMemory, record: list[int] | None) -> list[int]:
+    def pointer(tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        check_has_memory(f"every tensor of column {index}", tensor)
+        return tensor.data_ptr()
+
+    def output(out: Tensor | None, default: Tensor | None) -> int:
+        return pointer(default if out is None else out)
+
+    column = [0] * len(Field)
+    column[Field.PARAM] = pointer(memory.parameter)
+    column[Field.PARAM_OUT] = output(memory.parameter_out, memory.parameter)
+    column[Field.GRAD] = pointer(memory.gradient)
+    column[Field.EXP_AVG] = pointer(memory.exp_avg)
+    column[Field.EXP_AVG_OUT] = output(memory.exp_avg_out, memory.exp_avg)
+    column[Field.EXP_AVG_SQ] = pointer(memory.exp_avg_sq)
+    column[Field.EXP_AVG_SQ_OUT] = output(memory.exp_avg_sq_out, memory.exp_avg_sq)
+    column[Field.MAX_EXP_AVG_SQ] = pointer(memory.max_exp_avg_sq)
+    column[Field.MAX_EXP_AVG_SQ_OUT] = output(memory.max_exp_avg_sq_out, memory.max_exp_avg_sq)
+    column[Field.COPY] = pointer(memory.copy)
+    column[Field.REMAINDER] = pointer(memory.remainder)
+    column[Field.NUMEL] = memory.gradient.numel()
+    column[Field.LAYOUT] = -1
+    column[Field.STEP] = pointer(memory.step)
+
+    flags = _GRAD_FLAG[memory.gradient.dtype]
+    if memory.copy is not None:
+        flags |= _COPY_FLAG[memory.copy.dtype]
+    if memory.max_exp_avg_sq is not None:
+        flags |= Flag.AMSGRAD
+    if memory.first:
+        flags |= Flag.FIRST
+    if memory.remainder is not None:
+        flags |= Flag.SPLIT
+    column[Field.FLAGS] = int(flags | _layout_flag(column, record))
+    return column
+
+
+def _layout_flag(column: Sequence[int], record: list[int] | None) -> Flag:
+    if record is not None:
+        return Flag.STRIDED
+    return Flag(0) if any(column[field] % 16 for field in range(Field.PARAM, Field.NUMEL)) else Flag.ALIGNED

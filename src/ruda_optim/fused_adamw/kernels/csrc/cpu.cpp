@@ -1,17 +1,19 @@
-// The CPU operator: registration on LibTorch's stable ABI, the choice of an instruction-set level, and one parallel
-// region over the elements of all tensors. No arithmetic of its own.
+// The CPU step: measure, decide, update, as one parallel region over the elements of all tensors each; the choice of an
+// instruction-set level; registration on LibTorch's stable ABI. No arithmetic of its own.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <vector>
 
-#include "cpu_loops.h"
+#include "cpu_step.h"
 
 namespace ruda {
 namespace {
@@ -58,8 +60,10 @@ const CpuLoops& loops() {
   return *kChosen;
 }
 
-// Whether the loops ask for memory ahead of time. An Intel server core gains by it; an AMD Zen 4 loses against its own
-// hardware prefetcher. RUDA_CPU_PREFETCH=0 or 1 overrides.
+}  // namespace
+
+// An Intel server core gains by prefetching; an AMD Zen 4 loses against its own hardware prefetcher.
+// RUDA_CPU_PREFETCH=0 or 1 overrides.
 bool prefetch() {
   static const bool kChosen = [] {
     const char* wanted = std::getenv("RUDA_CPU_PREFETCH");
@@ -77,6 +81,8 @@ bool prefetch() {
   return kChosen;
 }
 
+namespace {
+
 // ---- arguments -------------------------------------------------------------------------------------------------------
 
 template <class T>
@@ -91,37 +97,34 @@ TableView view(const Tensor& fields, const Tensor& layouts) {
 
 // ---- one parallel region ---------------------------------------------------------------------------------------------
 
-// A tensor costs about as much as this many elements before its first element moves.
-constexpr int64_t kTensorCost = 128;
-// Work below which a second thread costs more than it brings.
-constexpr int64_t kGrain = 32768;
 // A piece begins on a cache line of every array, so that no two threads write one line of a flat tensor.
 constexpr int64_t kPieceStep = 64;
 
-// Cuts all elements of all tensors into one contiguous piece per thread. run(tensor, begin, end) sees each element once.
+// Cuts all elements of all columns into one contiguous piece per thread. run(k, begin, end) sees each element of the
+// column columns[k] once.
 template <class Run>
-void for_each_piece(const TableView& table, const Run& run) {
-  std::vector<int64_t> starts(static_cast<size_t>(table.count) + 1);
-  for (int64_t i = 0; i < table.count; ++i) starts[i + 1] = starts[i] + table.at(kNumel, i) + kTensorCost;
+void for_each_piece(const TableView& table, const Columns& columns, const Run& run) {
+  std::vector<int64_t> starts(static_cast<size_t>(columns.count) + 1);
+  for (int64_t k = 0; k < columns.count; ++k) starts[k + 1] = starts[k] + table.at(kNumel, columns[k]) + kTensorCost;
   const int64_t total = starts.back();
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t pieces = std::max<int64_t>(1, std::min<int64_t>(threads, total / kGrain));
 
-  // An element position inside tensor i for a position in the common line.
-  const auto inside = [&](int64_t i, int64_t position) {
-    const int64_t numel = table.at(kNumel, i);
-    const int64_t element = std::clamp<int64_t>(position - starts[i] - kTensorCost, 0, numel);
+  // An element position inside column k for a position in the common line.
+  const auto inside = [&](int64_t k, int64_t position) {
+    const int64_t numel = table.at(kNumel, columns[k]);
+    const int64_t element = std::clamp<int64_t>(position - starts[k] - kTensorCost, 0, numel);
     return element == numel ? numel : element / kPieceStep * kPieceStep;
   };
   const auto body = [&](int64_t first, int64_t last) {
     for (int64_t piece = first; piece < last; ++piece) {
       const int64_t from_position = total / pieces * piece;
       const int64_t to_position = piece + 1 == pieces ? total : total / pieces * (piece + 1);
-      int64_t i = std::upper_bound(starts.begin(), starts.end(), from_position) - starts.begin() - 1;
-      for (; i < table.count && starts[i] < to_position; ++i) {
-        const int64_t begin = inside(i, from_position);
-        const int64_t end = inside(i, to_position);
-        if (begin < end) run(i, begin, end);
+      int64_t k = std::upper_bound(starts.begin(), starts.end(), from_position) - starts.begin() - 1;
+      for (; k < columns.count && starts[k] < to_position; ++k) {
+        const int64_t begin = inside(k, from_position);
+        const int64_t end = inside(k, to_position);
+        if (begin < end) run(k, begin, end);
       }
     }
   };
@@ -143,54 +146,6 @@ void for_each_piece(const TableView& table, const Run& run) {
   for (int64_t offset = 0; offset < bytes; offset += kLine) __builtin_prefetch(start + offset, 0, 2);
 }
 
-// ---- kernels ---------------------------------------------------------------------------------------------------------
-
-void adamw_scaled(Tensor fields, Tensor layouts, Tensor coefficients, double inverse_scale, double clip_factor) {
-  const TableView table = view(fields, layouts);
-  const UpdateArguments arguments{reinterpret_cast<const Coefficients*>(data<const float>(coefficients)),
-                                  static_cast<float>(inverse_scale), static_cast<float>(clip_factor), prefetch()};
-  const CpuLoops& kernels = loops();
-  for_each_piece(table, [&](int64_t i, int64_t begin, int64_t end) {
-    if (i + 1 < table.count) {
-      for (const Field field : {kParam, kGrad, kExpAvg, kExpAvgSq, kMaxExpAvgSq}) ask_for_start(table, i + 1, field);
-    }
-    kernels.update(table, i, begin, end, arguments);
-  });
-}
-
-// One row per `chunk` elements of each tensor, in table order.
-void analyze_gradient(Tensor fields, Tensor layouts, Tensor rows, int64_t chunk, double inverse_scale) {
-  const TableView table = view(fields, layouts);
-  std::vector<int64_t> first_row(static_cast<size_t>(table.count) + 1);
-  int64_t elements = 0;
-  for (int64_t i = 0; i < table.count; ++i) {
-    first_row[i + 1] = first_row[i] + (table.at(kNumel, i) + chunk - 1) / chunk;
-    elements += table.at(kNumel, i);
-  }
-  const int64_t count = first_row.back();
-  STD_TORCH_CHECK(rows.numel() == count * kStatsRow, "analyze_gradient needs ", count, " statistics rows");
-  StatsRow* out = reinterpret_cast<StatsRow*>(data<float>(rows));
-  const StatisticsArguments arguments{static_cast<float>(inverse_scale), prefetch()};
-  const CpuLoops& kernels = loops();
-  const auto body = [&](int64_t first, int64_t last) {
-    int64_t i = std::upper_bound(first_row.begin(), first_row.end(), first) - first_row.begin() - 1;
-    for (int64_t row = first; row < last; ++row) {
-      while (row >= first_row[i + 1]) ++i;
-      if (row == first_row[i] && i + 1 < table.count) ask_for_start(table, i + 1, kGrad);
-      const int64_t begin = (row - first_row[i]) * chunk;
-      const int64_t end = std::min(begin + chunk, table.at(kNumel, i));
-      out[row] = kernels.analyze(table, i, begin, end, arguments);
-    }
-  };
-  if (count == 0) return;
-  if (elements + count * kTensorCost < 2 * kGrain) {
-    body(0, count);
-  } else {
-    torch::stable::parallel_for(0, count, std::max<int64_t>(1, count * kGrain / (elements + count * kTensorCost)),
-                                body);
-  }
-}
-
 // Merges in a fixed order, in FP64: the rows of one report give the same bits however many threads filled them.
 StatsRow merged(const StatsRow* rows, int64_t count) {
   StatsRow all{0.0f, 0.0f, 0.0f};
@@ -204,18 +159,151 @@ StatsRow merged(const StatsRow* rows, int64_t count) {
   return all;
 }
 
-void merge_gradient_stats_chunks(Tensor rows, Tensor merged_rows, int64_t fan_in) {
+void merge_runs(const StatsRow* rows, int64_t count, int64_t fan_in, StatsRow* out) {
+  for (int64_t at = 0; at < count; at += fan_in) *out++ = merged(rows + at, std::min(fan_in, count - at));
+}
+
+constexpr int64_t kFanIn = 1024;  // stats_plan.FAN_IN
+
+}  // namespace
+
+// ---- measure, decide, update -----------------------------------------------------------------------------------------
+
+int64_t rows_of(const TableView& table, const Columns& columns, int64_t chunk) {
+  int64_t rows = 0;
+  for (int64_t k = 0; k < columns.count; ++k) rows += (table.at(kNumel, columns[k]) + chunk - 1) / chunk;
+  return rows;
+}
+
+void measure(const TableView& table, const Columns& columns, int64_t chunk, float inverse_scale, StatsRow* rows) {
+  std::vector<int64_t> first_row(static_cast<size_t>(columns.count) + 1);
+  int64_t elements = 0;
+  for (int64_t k = 0; k < columns.count; ++k) {
+    const int64_t numel = table.at(kNumel, columns[k]);
+    first_row[k + 1] = first_row[k] + (numel + chunk - 1) / chunk;
+    elements += numel;
+  }
+  const int64_t count = first_row.back();
+  if (count == 0) return;
+  const StatisticsArguments arguments{inverse_scale, prefetch()};
+  const CpuLoops& kernels = loops();
+  const auto body = [&](int64_t first, int64_t last) {
+    int64_t k = std::upper_bound(first_row.begin(), first_row.end(), first) - first_row.begin() - 1;
+    for (int64_t row = first; row < last; ++row) {
+      while (row >= first_row[k + 1]) ++k;
+      if (row == first_row[k] && k + 1 < columns.count) ask_for_start(table, columns[k + 1], kGrad);
+      const int64_t begin = (row - first_row[k]) * chunk;
+      const int64_t end = std::min(begin + chunk, table.at(kNumel, columns[k]));
+      rows[row] = kernels.analyze(table, columns[k], begin, end, arguments);
+    }
+  };
+  const int64_t work = elements + count * kTensorCost;
+  if (work < 2 * kGrain) {
+    body(0, count);
+  } else {
+    torch::stable::parallel_for(0, count, std::max<int64_t>(1, count * kGrain / work), body);
+  }
+}
+
+StatsRow merge(const StatsRow* rows, int64_t count, bool stages) {
+  if (!stages || count <= kFanIn) return merged(rows, count);
+  std::vector<StatsRow> fewer(static_cast<size_t>((count + kFanIn - 1) / kFanIn));
+  merge_runs(rows, count, kFanIn, fewer.data());
+  return merge(fewer.data(), static_cast<int64_t>(fewer.size()), stages);
+}
+
+void decide(const TableView& table, const Columns& columns, const int64_t* groups, const DecisionInputs& inputs,
+            const DecisionMemory& memory, Coefficients* coefficients) {
+  const Hyperparameters& first = *memory.hyperparameters;
+  double* const report = memory.report;
+  if (!inputs.measured) {
+    report[0] = 0.0;
+    report[1] = report[2] = std::nan("");
+  }
+  if (inputs.found_inf > 0.0) report[0] = 1.0;
+  const Decision decision = decide_step(report[0], report[1], report[2], inputs.measured, inputs.check_finite,
+                                        inputs.found_inf, first.max_norm, first.guard_epsilon);
+  memory.decision[0] = decision.skip ? 1.0f : 0.0f;
+  memory.decision[1] = decision.clip_factor;
+  memory.decision[2] = inputs.inverse_scale;
+  memory.decision[3] = 0.0f;
+  memory.counts[0] += decision.skip;
+  memory.counts[1] = decision.skip ? memory.counts[1] + 1 : 0;
+  if (decision.skip) return;
+  int64_t last = -1;  // the column whose row was computed last: most of them have the same one
+  int64_t last_completed = -1;
+  for (int64_t k = 0; k < columns.count; ++k) {
+    const int64_t i = columns[k];
+    float* const step = reinterpret_cast<float*>(table.at(kStep, i));
+    const int64_t completed = static_cast<int64_t>(*step);
+    if (last >= 0 && groups[last] == groups[i] && last_completed == completed) {
+      coefficients[i] = coefficients[last];
+    } else {
+      coefficients[i] = coefficients_of_step(memory.hyperparameters[groups[i]], static_cast<double>(completed + 1));
+    }
+    last = i;
+    last_completed = completed;
+    *step += 1.0f;
+  }
+}
+
+void update(const TableView& table, const Columns& columns, const UpdateArguments& arguments) {
+  const CpuLoops& kernels = loops();
+  for_each_piece(table, columns, [&](int64_t k, int64_t begin, int64_t end) {
+    if (k + 1 < columns.count) {
+      for (const Field field : {kParam, kGrad, kExpAvg, kExpAvgSq, kMaxExpAvgSq}) {
+        ask_for_start(table, columns[k + 1], field);
+      }
+    }
+    kernels.update(table, columns[k], begin, end, arguments);
+  });
+}
+
+// ---- operators -------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Every column of a table.
+struct Whole {
+  std::vector<int64_t> index;
+
+  explicit Whole(const TableView& table) : index(static_cast<size_t>(table.count)) {
+    std::iota(index.begin(), index.end(), 0);
+  }
+  operator Columns() const { return {index.data(), static_cast<int64_t>(index.size())}; }
+};
+
+const Coefficients* coefficient_rows(const Tensor& tensor) {
+  return reinterpret_cast<const Coefficients*>(data<const float>(tensor));
+}
+
+void adamw_scaled_op(Tensor fields, Tensor layouts, Tensor coefficients, double inverse_scale, double clip_factor,
+                     bool row_per_tensor) {
+  const TableView table = view(fields, layouts);
+  update(table, Whole(table),
+         {coefficient_rows(coefficients), static_cast<float>(inverse_scale), static_cast<float>(clip_factor),
+          prefetch(), row_per_tensor});
+}
+
+void analyze_gradient_op(Tensor fields, Tensor layouts, Tensor rows, int64_t chunk, double inverse_scale) {
+  const TableView table = view(fields, layouts);
+  const Whole columns(table);
+  const int64_t count = rows_of(table, columns, chunk);
+  STD_TORCH_CHECK(rows.numel() == count * kStatsRow, "analyze_gradient needs ", count, " statistics rows");
+  measure(table, columns, chunk, static_cast<float>(inverse_scale), reinterpret_cast<StatsRow*>(data<float>(rows)));
+}
+
+void merge_gradient_stats_chunks_op(Tensor rows, Tensor merged_rows, int64_t fan_in) {
   const int64_t count = rows.numel() / kStatsRow;
   const int64_t groups = (count + fan_in - 1) / fan_in;
   STD_TORCH_CHECK(merged_rows.numel() == groups * kStatsRow, "merging ", count, " rows by ", fan_in, " needs room for ",
                   groups, " rows");
-  const StatsRow* in = reinterpret_cast<const StatsRow*>(data<const float>(rows));
-  StatsRow* out = reinterpret_cast<StatsRow*>(data<float>(merged_rows));
-  for (int64_t g = 0; g < groups; ++g) out[g] = merged(in + g * fan_in, std::min(fan_in, count - g * fan_in));
+  merge_runs(reinterpret_cast<const StatsRow*>(data<const float>(rows)), count, fan_in,
+             reinterpret_cast<StatsRow*>(data<float>(merged_rows)));
 }
 
 // The report of a whole step: (bad, scale, sumsq).
-void merge_gradient_stats(Tensor rows, Tensor report) {
+void merge_gradient_stats_op(Tensor rows, Tensor report) {
   STD_TORCH_CHECK(report.numel() == kStatsRow, "the report holds three numbers: bad, scale, sumsq");
   const StatsRow row = merged(reinterpret_cast<const StatsRow*>(data<const float>(rows)), rows.numel() / kStatsRow);
   float* out = data<float>(report);
@@ -224,14 +312,45 @@ void merge_gradient_stats(Tensor rows, Tensor report) {
   out[2] = row.sumsq;
 }
 
-int64_t cpu_level(Tensor /*any tensor: an operator without one has no dispatch key*/) { return loops().level; }
+// The table's kCoefficientRow holds each column's group. `rows` may be empty: then the report is there already, or
+// nothing was measured.
+void decide_op(Tensor fields, Tensor hyperparameters, Tensor report, Tensor decision, Tensor counts,
+               Tensor coefficients, Tensor rows, bool has_rows, bool stages, bool measured, bool check_finite,
+               double inverse_scale, double found_inf) {
+  const TableView table = view(fields, fields);
+  double* const out = data<double>(report);
+  if (has_rows) {
+    const StatsRow row =
+        merge(reinterpret_cast<const StatsRow*>(data<const float>(rows)), rows.numel() / kStatsRow, stages);
+    out[0] = row.bad;
+    out[1] = row.scale;
+    out[2] = row.sumsq;
+  }
+  const DecisionMemory memory{reinterpret_cast<const Hyperparameters*>(data<const double>(hyperparameters)), out,
+                              data<float>(decision), data<int64_t>(counts)};
+  decide(table, Whole(table), table.fields + kCoefficientRow * table.count,
+         {measured, check_finite, static_cast<float>(inverse_scale), found_inf}, memory,
+         reinterpret_cast<Coefficients*>(data<float>(coefficients)));
+}
+
+// Also reads the environment, which the functions that plan.cpp calls must not be the first to do: they cannot raise.
+int64_t cpu_level(Tensor /*any tensor: an operator without one has no dispatch key*/) {
+  prefetch();
+  return loops().level;
+}
 
 }  // namespace
 }  // namespace ruda
 
 STABLE_TORCH_LIBRARY(ruda_optim, m) {
   m.def(
-      "adamw_scaled(Tensor fields, Tensor layouts, Tensor coefficients, float inverse_scale, float clip_factor) -> ()");
+      "adamw_scaled(Tensor fields, Tensor layouts, Tensor coefficients, float inverse_scale, float clip_factor, "
+      "bool row_per_tensor) -> ()");
+  m.def(
+      "decide(Tensor fields, Tensor hyperparameters, Tensor report, Tensor decision, Tensor counts, Tensor "
+      "coefficients, "
+      "Tensor rows, bool has_rows, bool stages, bool measured, bool check_finite, float inverse_scale, "
+      "float found_inf) -> ()");
   m.def("analyze_gradient(Tensor fields, Tensor layouts, Tensor rows, int chunk, float inverse_scale) -> ()");
   m.def("merge_gradient_stats_chunks(Tensor rows, Tensor merged_rows, int fan_in) -> ()");
   m.def("merge_gradient_stats(Tensor rows, Tensor report) -> ()");
@@ -239,9 +358,10 @@ STABLE_TORCH_LIBRARY(ruda_optim, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ruda_optim, CompositeExplicitAutograd, m) {
-  m.impl("adamw_scaled", TORCH_BOX(&ruda::adamw_scaled));
-  m.impl("analyze_gradient", TORCH_BOX(&ruda::analyze_gradient));
-  m.impl("merge_gradient_stats_chunks", TORCH_BOX(&ruda::merge_gradient_stats_chunks));
-  m.impl("merge_gradient_stats", TORCH_BOX(&ruda::merge_gradient_stats));
+  m.impl("adamw_scaled", TORCH_BOX(&ruda::adamw_scaled_op));
+  m.impl("analyze_gradient", TORCH_BOX(&ruda::analyze_gradient_op));
+  m.impl("merge_gradient_stats_chunks", TORCH_BOX(&ruda::merge_gradient_stats_chunks_op));
+  m.impl("merge_gradient_stats", TORCH_BOX(&ruda::merge_gradient_stats_op));
+  m.impl("decide", TORCH_BOX(&ruda::decide_op));
   m.impl("cpu_level", TORCH_BOX(&ruda::cpu_level));
 }

@@ -155,7 +155,8 @@ const float kZeros[kBlock] = {};
 
 void update(const TableView& table, int64_t tensor, int64_t begin, int64_t end, const UpdateArguments& arguments) {
   const int64_t flags = table.at(kFlags, tensor);
-  const Coefficients& c = arguments.coefficients[table.at(kCoefficientRow, tensor)];
+  const int64_t row = arguments.row_per_tensor ? tensor : table.at(kCoefficientRow, tensor);
+  const Coefficients& c = arguments.coefficients[row];
   const GradientFactors factors = gradient_factors(c, arguments.inverse_scale, arguments.clip_factor);
   const bool amsgrad = flags & kAmsgrad;
   const bool first = flags & kFirst;

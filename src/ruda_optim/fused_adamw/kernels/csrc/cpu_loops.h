@@ -22,7 +22,8 @@ struct UpdateArguments {
   const Coefficients* coefficients;
   float inverse_scale;
   float clip_factor;
-  bool prefetch;  // ask for memory ahead of the loops; changes no result
+  bool prefetch;        // ask for memory ahead of the loops; changes no result
+  bool row_per_tensor;  // the row of a tensor's coefficients is its column, not what the table says
 };
 
 struct StatisticsArguments {

@@ -1,0 +1,376 @@
+// A plan: what the tensors of one optimizer looked like when its launch table was built. It notices when they look
+// different, finds the gradients of a step, and on the CPU runs the whole step in the same call. It holds no tensor:
+// objects are known by address, and by what they describe. Called by binding.py through ctypes with the interpreter lock
+// held; an exception that is set on return is raised there.
+#include <vector>
+
+#include "cpu_step.h"
+#include "export.h"
+#include "python_api.h"
+
+namespace ruda {
+namespace {
+
+// What a parameter looked like, and which gradient it had last. Sizes and strides lie at `shape` of Plan::shapes.
+struct Record {
+  int64_t data = 0, dtype = 0, device = 0, dims = 0, shape = 0;
+  bool sharded = false;
+  int64_t sizes = 0, storage = 0;                   // inside torch's objects: addresses to ask for ahead of time
+  int64_t gradient_object = 0, gradient_sizes = 0;  // the last gradient: its Python object, and an address in torch's
+};
+
+// A state tensor of the plan.
+struct Held {
+  PyObject* object;  // only compared, and described while the state's dict holds it
+  bool sharded;
+  int64_t data, numel, dtype;
+};
+
+// Everything that binding.py decides about a CPU step; a ctypes.Structure there.
+struct Step {
+  int64_t* fields;
+  const int64_t* layouts;
+  const int64_t* groups;  // per column
+  DecisionMemory memory;
+  Coefficients* coefficients;
+  StatsRow* rows;
+  int64_t chunk;
+  double inverse_scale, found_inf;
+  int32_t measured, check_finite, stages;
+};
+
+struct Plan {
+  Reader reader;
+  int64_t* fields;
+  int64_t columns;
+  std::vector<int64_t> group_sizes;
+  std::vector<PyObject*> parameters;  // of all groups; only compared
+  std::vector<int64_t> column_of;     // of each parameter: its column, or kUnknown, or kEmpty
+  std::vector<bool> sharded;          // of each parameter: whether it is a DTensor
+  std::vector<Record> records;        // per column
+  std::vector<int64_t> shapes;
+  std::vector<PyObject*> entries;  // keys, dicts and values of the state, in order; only compared
+  std::vector<Held> held;
+  std::vector<int64_t> active;   // columns of the step that was bound last
+  std::vector<int64_t> updated;  // positions of its parameters, empty ones included
+
+  TableView view() const { return {fields, columns, nullptr}; }
+  Columns active_columns() const { return {active.data(), static_cast<int64_t>(active.size())}; }
+};
+
+constexpr int64_t kUnknown = -1;  // a parameter that had no gradient yet
+constexpr int64_t kEmpty = -2;    // a parameter without elements
+
+constexpr int64_t kBound = -1;
+constexpr int64_t kChanged = -2;
+constexpr int64_t kSkipped = -3;
+
+bool same_layout(const DLTensor& tensor, const Record& record, const int64_t* sizes) {
+  if (tensor.ndim != record.dims || device_of(tensor) != record.device) return false;
+  const int64_t* strides = sizes + record.dims;
+  for (int64_t d = 0; d < record.dims; ++d) {
+    if (tensor.shape[d] != sizes[d] || (sizes[d] != 1 && tensor.strides[d] != strides[d])) return false;
+  }
+  return true;
+}
+
+bool single(const DLTensor& tensor) {
+  return std::all_of(tensor.shape, tensor.shape + tensor.ndim, [](int64_t size) { return size == 1; });
+}
+
+// Torch's tensors of a model lie all over memory, and most of the time goes into waiting for them. What is asked for
+// here may be gone: a prefetch of any address is harmless. Always inlined, because GCC takes a function that only
+// prefetches for one without effect.
+constexpr int64_t kAhead = 20;
+[[gnu::always_inline]] inline void ask_for(const Record& record, const PyObject* parameter) {
+  const auto around = [](int64_t address) {
+    for (int64_t line = -64; line <= 128; line += 64) __builtin_prefetch(reinterpret_cast<const void*>(address + line));
+  };
+  __builtin_prefetch(parameter);
+  __builtin_prefetch(reinterpret_cast<const void*>(record.gradient_object));
+  __builtin_prefetch(reinterpret_cast<const void*>(record.storage));
+  around(record.sizes);
+  around(record.gradient_sizes);
+}
+
+// Binds the gradient of one column. False if the caller has to settle it.
+bool bind_gradient(const Plan& plan, int64_t i, Record& record, PyObject* gradient) {
+  const TableView table = plan.view();
+  int64_t& flags = table.at(kFlags, i);
+  DLTensor g;
+  if (!plan.reader.describe(gradient, &g) || gradient_flag(g) != (flags & (kGradFp16 | kGradBf16)) ||
+      (flags & kStrided) || g.data == nullptr || !same_layout(g, record, plan.shapes.data() + record.shape)) {
+    return false;
+  }
+  // Asking whether a gradient is negated costs as much as all the rest, so it is asked once for each gradient: object,
+  // tensor and memory. Its successor may have the three addresses of a dead one; to be negated and flat as well, with
+  // more than one element, it must have been made by as_strided over a conjugate.
+  const int64_t pointer = address_of(g);
+  const int64_t object = reinterpret_cast<int64_t>(gradient);
+  const int64_t inside = reinterpret_cast<int64_t>(g.shape);
+  const bool known = table.at(kGrad, i) == pointer && record.gradient_object == object &&
+                     record.gradient_sizes == inside && !single(g);
+  if (known) return true;
+  if (plan.reader.negated(gradient)) return false;
+  record.gradient_object = object;
+  record.gradient_sizes = inside;
+  table.at(kGrad, i) = pointer;
+  int64_t all = 0;
+  for (int64_t field = kParam; field <= kRemainder; ++field) all |= table.at(static_cast<Field>(field), i);
+  flags = (all & 15) == 0 ? flags | kAligned : flags & ~static_cast<int64_t>(kAligned);
+  return true;
+}
+
+// True if the lists hold the very parameters of the plan. Their == compares values.
+bool same_parameters(const Plan& plan, PyObject* groups) {
+  if (PyList_Size(groups) != static_cast<intptr_t>(plan.group_sizes.size())) return false;
+  size_t position = 0;
+  for (size_t g = 0; g < plan.group_sizes.size(); ++g) {
+    PyObject* const group = PyList_GetItem(groups, static_cast<intptr_t>(g));
+    if (PyList_Size(group) != plan.group_sizes[g]) return false;
+    for (int64_t i = 0; i < plan.group_sizes[g]; ++i) {
+      if (PyList_GetItem(group, i) != plan.parameters[position++]) return false;
+    }
+  }
+  return true;
+}
+
+// True if the state consists of the very objects of the plan, and they have the memory that they had.
+bool same_state(const Plan& plan, PyObject* state) {
+  size_t seen = 0;
+  const auto next_is = [&](PyObject* object) { return seen < plan.entries.size() && plan.entries[seen++] == object; };
+  PyObject *key, *entry, *name, *value;
+  for (intptr_t at = 0; PyDict_Next(state, &at, &key, &entry) != 0;) {
+    if (!next_is(key) || !next_is(entry)) return false;
+    for (intptr_t inside = 0; PyDict_Next(entry, &inside, &name, &value) != 0;) {
+      if (!next_is(value)) return false;
+    }
+  }
+  if (seen != plan.entries.size()) return false;
+  for (const Held& held : plan.held) {
+    DLTensor tensor;
+    if (!plan.reader.describe(held.object, held.sharded, &tensor) || address_of(tensor) != held.data ||
+        numel_of(tensor) != held.numel || dtype_of(tensor) != held.dtype) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool describe_parameter(const Reader& reader, PyObject* parameter, bool sharded, Record* record,
+                        std::vector<int64_t>* shapes) {
+  DLTensor tensor;
+  if (!reader.describe(parameter, sharded, &tensor)) return false;
+  *record = Record{};
+  record->data = address_of(tensor);
+  record->dtype = dtype_of(tensor);
+  record->device = device_of(tensor);
+  record->dims = tensor.ndim;
+  record->shape = static_cast<int64_t>(shapes->size());
+  record->sharded = sharded;
+  record->sizes = reinterpret_cast<int64_t>(tensor.shape);
+  shapes->insert(shapes->end(), tensor.shape, tensor.shape + tensor.ndim);
+  shapes->insert(shapes->end(), tensor.strides, tensor.strides + tensor.ndim);
+  return true;
+}
+
+// True while an empty parameter is empty.
+bool still_empty(const Plan& plan, int64_t position, PyObject* parameter) {
+  DLTensor tensor;
+  return !plan.reader.describe(parameter, plan.sharded[position], &tensor) || numel_of(tensor) == 0;
+}
+
+// Finds the gradients of the parameters from `start` on; see ruda_plan_bind. A position is one among all parameters.
+int64_t bind_positions(Plan& plan, PyObject* groups, PyObject* gradients, PyObject* held, int64_t start) {
+  const bool own = is_none(gradients);
+  int64_t position = 0;
+  for (size_t g = 0; g < plan.group_sizes.size(); ++g) {
+    const int64_t size = plan.group_sizes[g];
+    if (position + size <= start) {
+      position += size;
+      continue;
+    }
+    PyObject* const group = PyList_GetItem(groups, static_cast<intptr_t>(g));
+    for (int64_t i = std::max<int64_t>(0, start - position); i < size; ++i) {
+      const int64_t at = position + i;
+      if (i + kAhead < size && plan.column_of[at + kAhead] >= 0) {
+        ask_for(plan.records[plan.column_of[at + kAhead]], plan.parameters[at + kAhead]);
+      }
+      PyObject* const parameter = PyList_GetItem(group, i);
+      if (parameter == nullptr) return at;  // an exception is set: the list has become shorter
+      PyObject* gradient = own ? PyObject_GetAttr(parameter, plan.reader.grad) : PyList_GetItem(gradients, at);
+      if (gradient == nullptr) return at;  // an exception is set
+      if (!own) Py_IncRef(gradient);
+      const bool present = !is_none(gradient);
+      if (PyList_SetItem(held, at, gradient) != 0) return at;
+      if (!present) continue;
+      const int64_t column = plan.column_of[at];
+      if (column == kUnknown) return kChanged;
+      plan.updated.push_back(at);
+      if (column == kEmpty) {
+        if (!still_empty(plan, at, parameter)) return kChanged;
+        continue;
+      }
+      Record& record = plan.records[column];
+      DLTensor p;
+      if (!plan.reader.describe(parameter, record.sharded, &p) || address_of(p) != record.data ||
+          dtype_of(p) != record.dtype || !same_layout(p, record, plan.shapes.data() + record.shape)) {
+        return kChanged;
+      }
+      plan.active.push_back(column);
+      if (!bind_gradient(plan, column, record, gradient)) return at;
+    }
+    position += size;
+  }
+  return kBound;
+}
+
+// The parameters of the step, as a new list.
+PyObject* updated_parameters(const Plan& plan, PyObject* groups) {
+  PyObject* const list = PyList_New(static_cast<intptr_t>(plan.updated.size()));
+  if (list == nullptr) return nullptr;
+  size_t group = 0;
+  int64_t first = 0;
+  for (size_t k = 0; k < plan.updated.size(); ++k) {
+    while (plan.updated[k] >= first + plan.group_sizes[group]) first += plan.group_sizes[group++];
+    PyObject* const parameter =
+        PyList_GetItem(PyList_GetItem(groups, static_cast<intptr_t>(group)), plan.updated[k] - first);
+    Py_IncRef(parameter);
+    PyList_SetItem(list, static_cast<intptr_t>(k), parameter);
+  }
+  return list;
+}
+
+// Getting the interpreter back can take a switch interval, a hundred times a small step.
+bool worth_releasing(const TableView& table, const Columns& columns) {
+  int64_t elements = 0;
+  for (int64_t k = 0; k < columns.count; ++k) elements += table.at(kNumel, columns[k]) + kTensorCost;
+  return elements >= 2 * kGrain;
+}
+
+// Measures and decides; true if the step is to be taken.
+bool run_decision(const Plan& plan, const Step& step, bool release) {
+  const TableView table{step.fields, plan.columns, step.layouts};
+  const Columns columns = plan.active_columns();
+  const float inverse_scale = static_cast<float>(step.inverse_scale);
+  const WithoutInterpreter released(release);
+  if (step.measured) {
+    measure(table, columns, step.chunk, inverse_scale, step.rows);
+    const StatsRow all = merge(step.rows, rows_of(table, columns, step.chunk), step.stages != 0);
+    step.memory.report[0] = all.bad;
+    step.memory.report[1] = all.scale;
+    step.memory.report[2] = all.sumsq;
+  }
+  decide(table, columns, step.groups, {step.measured != 0, step.check_finite != 0, inverse_scale, step.found_inf},
+         step.memory, step.coefficients);
+  return step.memory.decision[0] == 0.0f;
+}
+
+void run_update(const Plan& plan, const Step& step, bool release) {
+  const TableView table{step.fields, plan.columns, step.layouts};
+  const WithoutInterpreter released(release);
+  update(table, plan.active_columns(),
+         {step.coefficients, static_cast<float>(step.inverse_scale), step.memory.decision[1], prefetch(), true});
+}
+
+}  // namespace
+}  // namespace ruda
+
+using ruda::Plan;
+
+// A plan for the parameters of `groups`, a list of lists. kinds[i] is the column of the i-th parameter, or kUnknown, or
+// kEmpty; sharded[i] says whether it is a DTensor; storages[i] is where torch's storage object lies, only ever prefetched.
+// Null if a parameter with a column has no strided memory.
+RUDA_EXPORT Plan* ruda_plan_new(const ruda::Reader* reader, int64_t* fields, int64_t columns, PyObject* groups,
+                                const int64_t* kinds, const int64_t* sharded, const int64_t* storages) {
+  using namespace ruda;
+  Plan* const plan = new Plan{};
+  plan->reader = *reader;
+  plan->fields = fields;
+  plan->columns = columns;
+  plan->records.resize(columns);
+  for (int64_t g = 0, count = PyList_Size(groups); g < count; ++g) {
+    PyObject* const group = PyList_GetItem(groups, g);
+    plan->group_sizes.push_back(PyList_Size(group));
+    for (int64_t i = 0; i < plan->group_sizes.back(); ++i) {
+      const size_t position = plan->parameters.size();
+      PyObject* const parameter = PyList_GetItem(group, i);
+      plan->parameters.push_back(parameter);
+      plan->column_of.push_back(kinds[position]);
+      plan->sharded.push_back(sharded[position] != 0);
+      if (kinds[position] < 0) continue;
+      Record& record = plan->records[kinds[position]];
+      if (!describe_parameter(plan->reader, parameter, sharded[position] != 0, &record, &plan->shapes)) {
+        delete plan;
+        return nullptr;
+      }
+      record.storage = storages[position];
+    }
+  }
+  return plan;
+}
+
+RUDA_EXPORT void ruda_plan_free(Plan* plan) { delete plan; }
+
+// Remembers the state: its objects, and the memory of `tensors`, a list of those that the table points into. sharded[i]
+// says whether the i-th of them is a DTensor. Returns whether all of them have strided memory.
+RUDA_EXPORT bool ruda_plan_watch(Plan* plan, PyObject* state, PyObject* tensors, const int64_t* sharded) {
+  using namespace ruda;
+  plan->entries.clear();
+  plan->held.clear();
+  PyObject *key, *entry, *name, *value;
+  for (intptr_t at = 0; PyDict_Next(state, &at, &key, &entry) != 0;) {
+    plan->entries.push_back(key);
+    plan->entries.push_back(entry);
+    for (intptr_t inside = 0; PyDict_Next(entry, &inside, &name, &value) != 0;) plan->entries.push_back(value);
+  }
+  for (int64_t i = 0, count = PyList_Size(tensors); i < count; ++i) {
+    PyObject* const object = PyList_GetItem(tensors, i);
+    DLTensor tensor;
+    if (!plan->reader.describe(object, sharded[i] != 0, &tensor)) return false;
+    plan->held.push_back({object, sharded[i] != 0, address_of(tensor), numel_of(tensor), dtype_of(tensor)});
+  }
+  return true;
+}
+
+// True if the lists of parameters are those of the plan.
+RUDA_EXPORT bool ruda_plan_fits(const Plan* plan, PyObject* groups) { return ruda::same_parameters(*plan, groups); }
+
+// Finds the gradients of a step and writes their addresses into the table. `groups` is a list of lists of parameters,
+// `gradients` a list with one entry per parameter, or None for the parameters' own `.grad`; `state` is the optimizer's, or
+// None where nobody can have changed it. `held` has one entry per parameter and receives the gradients, so that they live
+// until the caller drops it: a computed `.grad` has no other owner.
+//
+// Returns kBound, or kChanged if parameters or state are no longer what the plan was built for, or the position of a
+// gradient that is not laid out like its parameter, or not of the table's dtype, or lazily negated: the caller settles
+// that one and calls again with the position after it. Parameters and state are looked at when `start` is 0.
+//
+// With `step`, a plan that is bound also takes the step: measure, decide, version counters, update. Returns kSkipped if
+// it was decided to do nothing.
+RUDA_EXPORT int64_t ruda_plan_bind(Plan* plan, PyObject* groups, PyObject* gradients, PyObject* state, PyObject* held,
+                                   int64_t start, const ruda::Step* step) {
+  using namespace ruda;
+  if (start == 0) {
+    plan->active.clear();
+    plan->updated.clear();
+    if (!same_parameters(*plan, groups) || !(is_none(state) || same_state(*plan, state))) return kChanged;
+  }
+  const int64_t found = bind_positions(*plan, groups, gradients, held, start);
+  if (found != kBound || step == nullptr) return found;
+  const Owned parameters(updated_parameters(*plan, groups));
+  if (parameters.get() == nullptr) return kBound;  // an exception is set
+  const bool release = worth_releasing(plan->view(), plan->active_columns());
+  if (!run_decision(*plan, *step, release)) return kSkipped;
+  // Nothing can fail after this.
+  const Owned none(PyObject_CallFunctionObjArgs(plan->reader.increment_version, parameters.get(), nullptr));
+  if (none.get() != nullptr) run_update(*plan, *step, release);
+  return kBound;
+}
+
+// The columns of the step that was bound last, and then the positions of its parameters. Both arrays are large enough.
+RUDA_EXPORT int64_t ruda_plan_active(const Plan* plan, int64_t* columns, int64_t* positions, int64_t* updated) {
+  std::copy(plan->active.begin(), plan->active.end(), columns);
+  std::copy(plan->updated.begin(), plan->updated.end(), positions);
+  *updated = static_cast<int64_t>(plan->updated.size());
+  return static_cast<int64_t>(plan->active.size());
+}

@@ -1,0 +1,135 @@
+// How plan.cpp looks at Python objects: a few functions of Python's stable ABI, and torch's DLPack exchange, which
+// describes a tensor in place. A list of tensors that goes through the dispatcher costs more than the update of small
+// tensors. Everything here needs the interpreter lock.
+#pragma once
+
+// Torch's copy of DLPack's header: plain C with an ABI of its own, but closed to code that asks for torch's stable ABI.
+#pragma push_macro("TORCH_TARGET_VERSION")
+#undef TORCH_TARGET_VERSION
+#include <ATen/dlpack.h>
+#pragma pop_macro("TORCH_TARGET_VERSION")
+
+#include <algorithm>
+#include <cstdint>
+
+#include "table.h"
+
+// Part of Python's stable ABI. Declared here, so that building needs no Python headers; weak, because the interpreter
+// that loads this library defines them.
+extern "C" {
+struct _object;
+using PyObject = struct _object;
+#define RUDA_PYTHON __attribute__((weak))
+RUDA_PYTHON extern char _Py_NoneStruct;
+RUDA_PYTHON PyObject* PyList_New(intptr_t size);
+RUDA_PYTHON intptr_t PyList_Size(PyObject* list);
+RUDA_PYTHON PyObject* PyList_GetItem(PyObject* list, intptr_t index);            // borrowed
+RUDA_PYTHON int PyList_SetItem(PyObject* list, intptr_t index, PyObject* item);  // takes the item over
+RUDA_PYTHON int PyDict_Next(PyObject* dict, intptr_t* position, PyObject** key, PyObject** value);  // borrowed
+RUDA_PYTHON PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
+RUDA_PYTHON PyObject* PyObject_CallFunctionObjArgs(PyObject* callable, ...);
+RUDA_PYTHON int PyObject_IsTrue(PyObject* object);
+RUDA_PYTHON void Py_IncRef(PyObject* object);
+RUDA_PYTHON void Py_DecRef(PyObject* object);
+RUDA_PYTHON void PyErr_Clear();
+RUDA_PYTHON void* PyEval_SaveThread();
+RUDA_PYTHON void PyEval_RestoreThread(void* thread);
+#undef RUDA_PYTHON
+}
+
+namespace ruda {
+
+inline bool is_none(const PyObject* object) { return reinterpret_cast<const char*>(object) == &_Py_NoneStruct; }
+
+// A reference that is given back.
+class Owned {
+ public:
+  explicit Owned(PyObject* object) : object_(object) {}
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  ~Owned() {
+    if (object_ != nullptr) Py_DecRef(object_);
+  }
+  PyObject* get() const { return object_; }
+
+ private:
+  PyObject* object_;
+};
+
+// Lets other threads have the interpreter while it lives.
+class WithoutInterpreter {
+ public:
+  explicit WithoutInterpreter(bool enabled) : thread_(enabled ? PyEval_SaveThread() : nullptr) {}
+  WithoutInterpreter(const WithoutInterpreter&) = delete;
+  WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
+  ~WithoutInterpreter() {
+    if (thread_ != nullptr) PyEval_RestoreThread(thread_);
+  }
+
+ private:
+  void* thread_;
+};
+
+inline int64_t dtype_of(const DLTensor& tensor) { return int64_t{tensor.dtype.code} << 8 | tensor.dtype.bits; }
+
+inline int64_t device_of(const DLTensor& tensor) {
+  return static_cast<int64_t>(tensor.device.device_type) << 32 | static_cast<uint32_t>(tensor.device.device_id);
+}
+
+inline int64_t address_of(const DLTensor& tensor) {
+  return reinterpret_cast<int64_t>(tensor.data) + static_cast<int64_t>(tensor.byte_offset);
+}
+
+inline int64_t numel_of(const DLTensor& tensor) {
+  int64_t numel = 1;
+  for (int32_t d = 0; d < tensor.ndim; ++d) numel *= tensor.shape[d];
+  return numel;
+}
+
+inline int64_t gradient_flag(const DLTensor& tensor) {
+  switch (dtype_of(tensor)) {
+    case kDLFloat << 8 | 32:
+      return 0;
+    case kDLFloat << 8 | 16:
+      return kGradFp16;
+    case kDLBfloat << 8 | 16:
+      return kGradBf16;
+    default:
+      return -1;
+  }
+}
+
+// What the functions need of Python; binding.py fills it once.
+struct Reader {
+  const DLPackExchangeAPI* torch;
+  PyObject* grad;               // the attribute's name
+  PyObject* local;              // the attribute of a DTensor that holds this rank's part
+  PyObject* is_neg;             // the method of torch's tensor class
+  PyObject* increment_version;  // torch.autograd.graph.increment_version
+
+  // False for a tensor without strided memory, or without any description.
+  bool describe(PyObject* tensor, DLTensor* out) const {
+    if (torch->dltensor_from_py_object_no_sync(tensor, out) == 0) return true;
+    PyErr_Clear();
+    return false;
+  }
+
+  // As above, for this rank's part of a sharded tensor. The part belongs to the tensor, so it outlives the call.
+  bool describe(PyObject* tensor, bool sharded, DLTensor* out) const {
+    if (!sharded) return describe(tensor, out);
+    const Owned part(PyObject_GetAttr(tensor, local));
+    if (part.get() != nullptr) return describe(part.get(), out);
+    PyErr_Clear();
+    return false;
+  }
+
+  // Whether a tensor is lazily negated: its memory then holds the values with the other sign.
+  bool negated(PyObject* tensor) const {
+    const Owned answer(PyObject_CallFunctionObjArgs(is_neg, tensor, nullptr));
+    if (answer.get() != nullptr) return PyObject_IsTrue(answer.get()) != 0;
+    PyErr_Clear();
+    return true;  // the caller settles it in Python, where it fails again
+  }
+};
+
+}  // namespace ruda

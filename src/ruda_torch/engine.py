@@ -1,0 +1,337 @@
+"""One step, for every device: measure, decide, update.
+
+The decision (skip, clip factor, coefficients, step counters) is taken where the tensors are, so a step never waits for
+an accelerator; who asks what it did, waits. On a CPU a plan that still fits takes the whole step in one native call;
+everything else (another device, several devices or ranks, a profiler, a compiled graph's copies) makes the same three
+calls from here. Nothing that the optimizer holds changes before every check has passed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ruda_optim.fused_adamw import InvalidState
+from ruda_optim.fused_adamw.binding import EMPTY
+
+from . import sharding
+from .control import Control, flag_on, scale_on
+from .members import check_gradient, describe_position
+from .outcome import Outcome
+from .plan import NewPlan
+from .reduction import Ranks, Reduction, Shares, find
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ruda_optim.fused_adamw.binding import Part, Plan
+
+    from .reduction import GlobalStatistics
+    from .settings import Settings
+
+
+@dataclass
+class StepInputs:
+    """What one step is taken from.
+
+    Attributes:
+        groups, state: the optimizer's; hyperparameters are read now.
+        targets: the parameters of each group, or the memory that stands in for them in a compiled graph.
+        grad_scale: what the gradients were multiplied by; None means they are unscaled already.
+        found_inf: above 0 means that somebody saw a non-finite gradient; the step is skipped.
+        gradients: one per parameter of all groups, or None for the parameters' own ``.grad``.
+        state_shown: whether anybody outside may have changed something in ``state``.
+        stand_in: whether ``targets`` are not the parameters.
+    """
+
+    groups: list[dict[str, Any]]
+    state: dict[Tensor, dict[str, Any]]
+    targets: list[list[Tensor]]
+    grad_scale: Tensor | float | None = None
+    found_inf: Tensor | float | None = None
+    gradients: list[Tensor | None] | None = None
+    state_shown: bool = True
+    stand_in: bool = False
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [target for group in self.targets for target in group]
+
+    def own_gradients(self) -> list[Tensor | None]:
+        return [target.grad for target in self.parameters] if self.gradients is None else self.gradients
+
+    def where(self, position: int) -> str:
+        """What error messages call the parameter at a position."""
+        return describe_position(self.groups, position)
+
+    def settle(self, position: int, gradient: Tensor) -> Tensor:
+        """A gradient that is not what the plan expects, checked."""
+        return check_gradient(self.where(position), self.parameters[position], gradient)
+
+    @property
+    def watched_state(self) -> dict[Tensor, dict[str, Any]] | None:
+        return self.state if self.state_shown else None
+
+
+class Engine:
+    """Takes the steps of one optimizer.
+
+    Args:
+        settings: the optimizer's own.
+
+    Attributes:
+        outcome: what the last step did; None before the first one.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.outcome: Outcome | None = None
+        self._control = Control()
+        self._plan: Plan | None = None
+        self._native: Outcome | None = None
+        self._amsgrad: list[bool] = []
+        self._ranks: Ranks | None = None
+        self._in_modules: set[int] = set()
+        self._pending: GlobalStatistics | None = None
+        self._torn: str | None = None
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Take over settings. What was counted stays, and so does the memory that a captured graph replays."""
+        self._settings = settings
+        self.forget()
+
+    def forget(self) -> None:
+        """Build the plan anew at the next step, for example because the state was replaced."""
+        self._plan = self._native = None
+
+    def restored(self) -> None:
+        """The state was loaded: what a failed launch left behind is gone."""
+        self.forget()
+        self._torn = None
+
+    def last(self) -> Outcome | None:
+        """What the last step did; raises what its sum over ranks has to say."""
+        self.check_ranks()
+        return self.outcome
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped so far; waits for the devices."""
+        return self._control.skipped_steps
+
+    def check_whole(self) -> None:
+        """Raise :class:`InvalidState` if only some launches of an earlier step were made."""
+        if self._torn is not None:
+            raise InvalidState(
+                "an earlier step was launched in part only, so parameters and state belong to two different steps "
+                f"({self._torn}); load a checkpoint with load_state_dict to go on"
+            )
+
+    def check_ranks(self) -> None:
+        """Raise what the last step's sum over ranks has to say, if nobody has looked yet; waits for the device."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.check()
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def run(self, inputs: StepInputs) -> None:
+        """Take one step over all groups."""
+        self.check_whole()
+        control = self._control
+        control.read(inputs.groups, self._settings)
+        native = self._native
+        if native is not None and not inputs.stand_in and not _observed():
+            inverse_scale, _ = scale_on(_CPU, inputs.grad_scale)
+            found_inf = 0.0 if inputs.found_inf is None else float(inputs.found_inf)
+            control.memory(_CPU)
+            self.outcome = native
+            if self._amsgrad == control.amsgrad() and native.plan.step(
+                inputs.targets, inputs.gradients, inputs.watched_state, inputs.settle, inverse_scale, found_inf
+            ):
+                if EMPTY in native.plan.columns:
+                    _count_empty(native, inputs)
+                return
+        with torch.no_grad():
+            self._run(inputs)
+
+    def _run(self, inputs: StepInputs) -> None:
+        if self._plan is None or not self._plan.fits(inputs.targets) or self._amsgrad != self._control.amsgrad():
+            self.forget()
+            self._in_modules.clear()
+            self._ranks = find(inputs.parameters, guarded=self._settings.measures)
+        if self._ranks is None:
+            self._step(inputs, None)
+            return
+        summed = self._settings.measures or inputs.found_inf is not None
+        with Reduction(self._ranks, len(inputs.groups), enabled=summed) as reduction:
+            self.check_ranks()
+            gradients = reduction.settle(inputs.parameters, inputs.own_gradients(), inputs.where)
+            self._step(replace(inputs, gradients=gradients), reduction)
+
+    def _step(self, inputs: StepInputs, reduction: Reduction | None) -> None:
+        """Bind a plan to this step's tensors, building it where the kept one does not fit, and launch it."""
+        plan, new = self._plan, None
+        if (
+            plan is None
+            or inputs.stand_in
+            or not plan.bind(inputs.targets, inputs.gradients, inputs.watched_state, inputs.settle)
+        ):
+            gradients = inputs.own_gradients()
+            if not inputs.stand_in:
+                sharding.check_not_replaced(inputs.parameters, gradients, inputs.where, self._in_modules)
+            new = NewPlan(inputs.groups, inputs.targets, inputs.state, gradients, self._settings)
+            plan = new.plan
+            if plan is None:
+                new.commit()
+                return
+            if not plan.bind(inputs.targets, gradients, None, inputs.settle):
+                raise RuntimeError("a plan does not describe the tensors that it was built from")
+        try:
+            self.outcome = self._launch(plan, new, inputs, reduction)
+        finally:
+            plan.release()
+        if new is not None:
+            if not new.committed:
+                return
+            if not inputs.stand_in:
+                self._keep(plan)
+        if EMPTY in plan.columns:
+            _count_empty(self.outcome, inputs)
+
+    def _keep(self, plan: Plan) -> None:
+        settings = self._settings
+        self._plan, self._native = plan, None
+        self._amsgrad = self._control.amsgrad()
+        if self._ranks is None and set(plan.devices) == {_CPU}:
+            memory = self._control.memory(_CPU)
+            measured = settings.measures
+            plan.prepare(
+                memory,
+                measured=measured,
+                check_finite=settings.check_finite,
+                stages=settings.hierarchical_stats,
+            )
+            groups = len(self._amsgrad)
+            self._native = Outcome(memory, measured, plan, lambda: [plan.native_rows()], groups)
+
+    def _launch(self, plan: Plan, new: NewPlan | None, inputs: StepInputs, reduction: Reduction | None) -> Outcome:
+        """Measure, decide and update the tensors of a bound plan, device by device."""
+        settings, measured = self._settings, self._settings.measures
+        parts = plan.parts() or [plan.no_part(_device_of(inputs))]
+        devices = [part.table.device for part in parts]
+        memories = [self._control.memory(device) for device in devices]
+        scales = [scale_on(device, inputs.grad_scale) for device in devices]
+        if measured:
+            for part, (inverse_scale, scale) in zip(parts, scales, strict=True):
+                part.kernels.analyze_gradient(part.table, part.rows, inverse_scale, scale=scale)
+        updated = plan.updated(inputs.targets)
+        report, found_inf, total = None, inputs.found_inf, None
+        if reduction is not None and reduction.enabled:
+            sums = [self._shares(part, plan, reduction, inputs).sums(part.rows) for part in parts if len(part.columns)]
+            total = reduction.run(updated if measured else None, sums if measured else [], found_inf)
+            if total.report.device.type == "cpu":
+                total.check()
+            else:
+                self._pending = total
+            report, found_inf = total.report, total.skip
+        elif measured and len(parts) > 1:
+            report = _report_of(parts)
+        decided = launched = 0
+        try:
+            for number, (part, memory, (inverse_scale, scale)) in enumerate(zip(parts, memories, scales, strict=True)):
+                if report is not None:
+                    memory.report.copy_(report)
+                if number > 0:  # several devices take the same decision, which counts once
+                    memory = replace(memory, counts=torch.zeros_like(memory.counts))
+                part.kernels.decide(
+                    part.table,
+                    memory,
+                    part.coefficients,
+                    part.rows if measured and report is None else None,
+                    inverse_scale,
+                    measured=measured,
+                    check_finite=settings.check_finite,
+                    scale=scale,
+                    found_inf=flag_on(part.table.device, found_inf),
+                    stages=settings.hierarchical_stats,
+                )
+                decided += 1
+            outcome = Outcome(memories[0], measured, plan, lambda: parts, len(inputs.groups), total)
+            if devices[0] == _CPU and outcome.skipped:
+                return outcome
+            torch.autograd.graph.increment_version(updated)
+            for part, memory in zip(parts, memories, strict=True):
+                part.kernels.adamw_scaled(part.table, part.coefficients, 1.0, 1.0, decision=memory.decision)
+                launched += 1
+        except Exception as error:
+            if set(devices) == {_CPU} and not launched:
+                if decided and new is None:
+                    _take_back(plan, inputs)  # nothing happened, so nothing is counted
+            elif decided:
+                self._torn = f"{type(error).__name__}: {error}"
+            raise
+        if new is not None:
+            new.commit()
+        return outcome
+
+    def _shares(self, part: Part, plan: Plan, reduction: Reduction, inputs: StepInputs) -> Shares:
+        """How a part's statistics rows count in the sum over ranks."""
+        if part.shares is None:
+            groups = [plan.members[column] for column in part.columns]
+            parameters, position_of = inputs.parameters, plan.positions
+            part.shares = reduction.ranks.shares(
+                [parameters[position_of[column]] for column in part.columns],
+                part.table.rows_per_tensor(part.kernels.statistics_chunk),
+                torch.tensor(groups, dtype=torch.int64, device="cpu"),
+                len(inputs.groups),
+                part.table.device,
+            )
+        return part.shares  # type: ignore[no-any-return]
+
+
+_CPU = torch.device("cpu")
+
+
+def _observed() -> bool:
+    """Whether somebody wants to see the launches: a profiler, or a dispatch mode."""
+    return bool(torch.autograd.profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack())
+
+
+def _device_of(inputs: StepInputs) -> torch.device:
+    """Where a step without gradients is decided."""
+    return next((sharding.local(target).device for target in inputs.parameters), _CPU)
+
+
+def _report_of(parts: list[Part]) -> Tensor:
+    """One report for several devices, on the first of them; FP64 (bad, scale, sumsq)."""
+    reports = []
+    for part in parts:
+        report = torch.empty(3, dtype=torch.float32, device=part.table.device)
+        part.kernels.merge_gradient_stats(part.rows, report)
+        reports.append(report.to(parts[0].table.device).double())
+    bad, scale, sumsq = torch.stack(reports).unbind(1)
+    largest = scale.max()
+    ratios = torch.where(largest > 0.0, scale / largest, 0.0)
+    return torch.stack([bad.max(), largest, (sumsq * ratios * ratios).sum()])
+
+
+def _take_back(plan: Plan, inputs: StepInputs) -> None:
+    """Undo the counting of a step that was decided on the CPU and could not be launched."""
+    parameters = inputs.parameters
+    for column in plan.active()[0]:
+        sharding.local(inputs.state[parameters[plan.positions[column]]]["step"]).sub_(1.0)
+
+
+def _count_empty(outcome: Outcome, inputs: StepInputs) -> None:
+    """Count the step of the parameters without elements, which no kernel sees."""
+    plan = outcome.plan
+    skip = outcome.memory.decision[0]
+    parameters = [parameter for group in inputs.groups for parameter in group["params"]]
+    with torch.no_grad():
+        for position in plan.active()[1]:
+            if plan.columns[position] == EMPTY:
+                step = sharding.local(inputs.state[parameters[position]]["step"])
+                step.add_(1.0).sub_(skip if skip.device == step.device else skip.to(step.device))
