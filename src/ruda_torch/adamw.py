@@ -430,8 +430,8 @@ class AdamW(torch.optim.AdamW):
             self._fused_step, self._capturable = own.pop("fused_step"), own.pop("capturable")
             self._start(Settings(**own))  # torch's method looks at the state already
         super().__setstate__(state)
+        self._live.follow(self.param_groups)
         if own is not None:
-            self._live.follow(self.param_groups)
             self._announce_scaling()
 
 

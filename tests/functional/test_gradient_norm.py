@@ -30,9 +30,9 @@ def report(bad: float, scale: float, sumsq: float) -> GradientStats:
 ERRORS = [
     (lambda: GradientGuardOptions(max_norm=-1.0), InvalidOption, r"max_norm must be None .* >= 0, got -1.0"),
     (
-        lambda: GradientGuardOptions(max_norm=math.inf),
+        lambda: GradientGuardOptions(max_norm=math.nan),
         InvalidOption,
-        r"max_norm must be None \(finite check only\).*inf",
+        r"max_norm must be None \(finite check only\).*nan",
     ),
     (lambda: GradientGuardOptions(max_norm=math.nan), InvalidOption, "max_norm must be None .* got nan"),
     (lambda: GradientGuardOptions(max_norm="1"), InvalidOption, "max_norm must be None .* got '1' of type str"),
@@ -80,6 +80,8 @@ def test_defaults() -> None:
         (1.0, GradientGuardOptions(), 1.0 / (1.0 + 1e-6)),
         (1.0, GradientGuardOptions(max_norm=None), 1.0),
         (1e30, GradientGuardOptions(max_norm=None), 1.0),
+        (1e30, GradientGuardOptions(max_norm=math.inf), 1.0),
+        (0.0, GradientGuardOptions(max_norm=math.inf), 1.0),
         (0.0, GradientGuardOptions(), 1.0),
         (0.0, GradientGuardOptions(max_norm=1e-9), 1.0),
         (0.0, GradientGuardOptions(epsilon=0), 1.0),
@@ -95,7 +97,7 @@ def test_clip_factor_is_rounded_once_to_fp32(norm, options, factor) -> None:
     assert decision == GradientDecision(clip_factor=float(np.float32(factor)), skip_update=False)
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.0, 1.0])
+@pytest.mark.parametrize("max_norm", [None, 0.0, 1.0, math.inf])
 def test_nonfinite_gradients_skip_the_group(max_norm) -> None:
     decision = stats(3.0, finite=False).decision(GradientGuardOptions(max_norm=max_norm))
     assert decision == GradientDecision(clip_factor=1.0, skip_update=True)

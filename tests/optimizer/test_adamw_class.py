@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -360,3 +361,24 @@ def test_autograd_notices_the_update(dtype) -> None:
     optimizer.step()
     assert optimizer.last_step_skipped
     assert parameter._version == version, "a skipped step changes nothing"
+
+
+@pytest.mark.parametrize("check_finite", [True, False])
+def test_an_infinite_norm_measures_and_never_clips(check_finite) -> None:
+    """People pass it to log the norm."""
+    left, right = (torch.nn.Parameter(torch.linspace(-1, 1, 50)) for _ in range(2))
+    measured = ruda_torch.AdamW([left], fused_step=True, max_grad_norm=math.inf, check_finite=check_finite)
+    plain = ruda_torch.AdamW([right], fused_step=True, check_finite=check_finite)
+    for gradient in (1e30, 1.0, math.nan, math.inf, 2.0):
+        left.grad, right.grad = torch.full((50,), gradient), torch.full((50,), gradient)
+        measured.step()
+        plain.step()
+        assert measured.last_clip_factor == 1.0
+        assert measured.last_step_skipped is plain.last_step_skipped is (check_finite and not math.isfinite(gradient))
+        want = gradient * 50**0.5 if math.isfinite(gradient) else math.inf
+        assert measured.last_grad_norm == pytest.approx(want, rel=1e-6)
+        assert same_bits(left, right)
+    saved = measured.state_dict()
+    loaded = ruda_torch.AdamW([left], fused_step=True)
+    loaded.load_state_dict(saved)
+    assert loaded.max_grad_norm == math.inf

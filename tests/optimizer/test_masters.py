@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from small_runs import adamw, clones, model, run
+from small_runs import adamw, clones, master_of, model, run
 
 from ruda_torch import masters
 
@@ -88,8 +88,7 @@ def kernel_masters(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Te
     with torch.no_grad():
         p.copy_(parameter)
     optimizer.step()
-    low = optimizer.state[p]["master_remainder"].view(torch.int16).to(torch.int32)
-    return ((p.detach().view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+    return master_of(p, optimizer.state[p])
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -102,27 +101,20 @@ def test_a_checkpoint_of_the_other_kind_goes_on(split) -> None:
     target.load_state_dict(saved)
     keys = {key for entry in target.state.values() for key in entry}
     assert ("master" in keys, "master_remainder" in keys) == (split, not split)
-    before = [as_master(p, source.state[p]) for p in source.param_groups[0]["params"]]
-    after = [as_master(p, target.state[p]) for p in target.param_groups[0]["params"]]
+    before = [master_of(p, source.state[p]) for p in source.param_groups[0]["params"]]
+    after = [master_of(p, target.state[p]) for p in target.param_groups[0]["params"]]
     assert [p.stride() for p in after] == [p.stride() for p in before]
     for left, right in zip(before, after, strict=True):
         assert (steps_between(left, right) <= 1).all()
     run(source, 3, first=5)
     run(target, 3, first=5)
     for p, q in zip(source.param_groups[0]["params"], target.param_groups[0]["params"], strict=True):
-        left, right = as_master(p, source.state[p]), as_master(q, target.state[q])
+        left, right = master_of(p, source.state[p]), master_of(q, target.state[q])
         # Nothing else differs than one FP32 step of a master, and three more updates cannot make much of it.
         torch.testing.assert_close(left, right, rtol=2.0**-20, atol=1e-12)
     back = adamw(clones(target.param_groups[0]["params"]), split_master=split)
     back.load_state_dict(target.state_dict())
     run(back, 1, first=8)
-
-
-def as_master(parameter: torch.Tensor, state: dict) -> torch.Tensor:
-    if "master" in state:
-        return state["master"]
-    low = state["master_remainder"].view(torch.int16).to(torch.int32)
-    return ((parameter.detach().view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
 
 
 def test_what_each_dtype_keeps_by_default() -> None:

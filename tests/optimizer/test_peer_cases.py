@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import compare
 from peers import NORM, U, adamw, bits, first_step_bound, give, parameter
+from small_runs import master_of
 
 import ruda_torch
 from ruda_optim.fused_adamw import (
@@ -266,7 +267,7 @@ def test_c22_gradients_of_another_dtype(parameter_dtype, gradient_dtype):
     optimizer.step()
     assert torch.equal(optimizer.state[p]["exp_avg"], torch.full((64,), 0.1))
     target = torch.full((64,), 1.0 - 0.1 / (1.0 + 1e-8), dtype=torch.float64)
-    updated = p if parameter_dtype is torch.float32 else optimizer.state[p]["master"]
+    updated = p if parameter_dtype is torch.float32 else master_of(p, optimizer.state[p])
     compare("parameter", updated, target, first_step_bound(target))
     assert torch.equal(p, torch.full((64,), 0.9).to(parameter_dtype)) or parameter_dtype is torch.float32
 

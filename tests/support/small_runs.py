@@ -53,6 +53,14 @@ def raw_bytes(tensor):
     return tensor.detach().view(integer).numpy().tobytes()
 
 
+def master_of(parameter, state):
+    """The FP32 value of a half parameter, whichever kind of master it has."""
+    if "master" in state:
+        return state["master"]
+    low = state["master_remainder"].view(torch.int16).to(torch.int32)
+    return ((parameter.detach().view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+
+
 def saved_and_loaded(saved, how):
     if how == "in process":
         return saved
