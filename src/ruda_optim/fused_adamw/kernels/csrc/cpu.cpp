@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cpu_step.h"
+#include "float_mode.h"
 
 namespace ruda {
 namespace {
@@ -117,6 +118,7 @@ void for_each_piece(const TableView& table, const Columns& columns, const Run& r
     return element == numel ? numel : element / kPieceStep * kPieceStep;
   };
   const auto body = [&](int64_t first, int64_t last) {
+    const FloatMode mode;
     for (int64_t piece = first; piece < last; ++piece) {
       const int64_t from_position = total / pieces * piece;
       const int64_t to_position = piece + 1 == pieces ? total : total / pieces * (piece + 1);
@@ -148,6 +150,7 @@ void for_each_piece(const TableView& table, const Columns& columns, const Run& r
 
 // Merges in a fixed order, in FP64: the rows of one report give the same bits however many threads filled them.
 StatsRow merged(const StatsRow* rows, int64_t count) {
+  const FloatMode mode;
   StatsRow all{0.0f, 0.0f, 0.0f};
   for (int64_t i = 0; i < count; ++i) {
     all.scale = std::max(all.scale, rows[i].scale);
@@ -188,6 +191,7 @@ void measure(const TableView& table, const Columns& columns, int64_t chunk, floa
   const StatisticsArguments arguments{inverse_scale, prefetch()};
   const CpuLoops& kernels = loops();
   const auto body = [&](int64_t first, int64_t last) {
+    const FloatMode mode;
     int64_t k = std::upper_bound(first_row.begin(), first_row.end(), first) - first_row.begin() - 1;
     for (int64_t row = first; row < last; ++row) {
       while (row >= first_row[k + 1]) ++k;
@@ -214,6 +218,7 @@ StatsRow merge(const StatsRow* rows, int64_t count, bool stages) {
 
 void decide(const TableView& table, const Columns& columns, const int64_t* groups, const DecisionInputs& inputs,
             const DecisionMemory& memory, Coefficients* coefficients) {
+  const FloatMode mode;
   const Hyperparameters& first = *memory.hyperparameters;
   double* const report = memory.report;
   if (!inputs.measured) {
