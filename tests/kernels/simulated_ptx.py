@@ -80,13 +80,18 @@ def tensors(
         return torch.full((numel + offset,), NAN, dtype=dtype)[offset:].view(shape)
 
     moment = empty if first else lambda: normal().abs()
+    parameter = None if split else normal()
+    half = None if copy_dtype is None else normal(copy_dtype)
+    if parameter is not None and half is not None:  # most elements as the last step left them, the others written
+        kept = torch.rand(shape, generator=generator) < 0.75
+        half.copy_(torch.where(kept, parameter.to(copy_dtype), half))
     memory = TensorMemory(
         gradient=normal(gradient_dtype),
-        parameter=None if split else normal(),
+        parameter=parameter,
         exp_avg=empty() if first else normal(),
         exp_avg_sq=moment(),
         max_exp_avg_sq=moment() if amsgrad else None,
-        copy=None if copy_dtype is None else normal(copy_dtype),
+        copy=half,
         first=first,
     )
     if split:
@@ -241,11 +246,31 @@ def test_every_half_gradient_and_the_rounding_of_half_copies(dtype: torch.dtype)
     tie = every.float().view(torch.int32) + (0x1000 if dtype == torch.float16 else 0x8000)
     around = tie + torch.randint(-1, 2, tie.shape, dtype=torch.int32)
     memory.parameter = around.view(torch.float32)
+    memory.copy = memory.parameter.to(dtype)
+    memory.copy[::5] = every[::5]  # written by somebody: NaN and infinity among them
     simulated, wanted, mine, theirs = tables([memory])
     row = coefficients(AdamWOptions(learning_rate=0.0))
     KERNELS.adamw_scaled(simulated, row, 1.0, 1.0)
     REFERENCE.adamw_scaled(wanted, row, 1.0, 1.0)
     assert_same_bits(mine[0], theirs[0], f"{dtype}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_master_that_rounds_to_its_half_parameter_is_kept(dtype: torch.dtype) -> None:
+    """To any bits of it: with lr 0 a step changes no master, unless its parameter was written."""
+    generator = torch.Generator().manual_seed(0)
+    memory = tensors((5000,), torch.float32, dtype)
+    memory.parameter = torch.randn(5000, generator=generator) * 10 ** (torch.rand(5000, generator=generator) * 10 - 6)
+    memory.copy = memory.parameter.to(dtype)
+    memory.copy[[3, 1024, 4999]] = torch.tensor([NAN, 7.0, -float("inf")], dtype=dtype)
+    start = memory.parameter.clone()
+    start[[3, 1024]] = torch.tensor([NAN, 7.0])
+    start[4999] = NAN  # infinity minus lr * weight decay times itself
+    for others in ([], [tensors((5,))]):
+        simulated, _, mine, _ = tables([memory, *others])
+        KERNELS.adamw_scaled(simulated, coefficients(AdamWOptions(learning_rate=0.0)), 1.0, 1.0)
+        assert torch.equal(bits(mine[0].parameter), bits(start))
+        assert torch.equal(bits(mine[0].copy), bits(start.to(dtype)))
 
 
 def test_elements_beyond_2_to_the_31() -> None:

@@ -207,7 +207,7 @@ def test_half_copies_are_rounded_like_torchs(dtype) -> None:
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_an_overflowing_update_is_infinite_in_master_and_copy(dtype) -> None:
     master = torch.tensor([-3.4e38, 3.4e38, 1.0] * 7)
-    copy = torch.zeros_like(master, dtype=dtype)
+    copy = master.to(dtype)
     gradient = torch.tensor([1.0, -1.0, 0.0] * 7)
     memory = TensorMemory(gradient, master, torch.zeros(21), torch.zeros(21), copy=copy, first=True)
     options = AdamWOptions(learning_rate=3e38, weight_decay=0)
@@ -215,6 +215,51 @@ def test_an_overflowing_update_is_infinite_in_master_and_copy(dtype) -> None:
     wanted = torch.tensor([-np.inf, np.inf, 1.0] * 7)
     assert torch.equal(master, wanted)
     assert torch.equal(copy.float(), wanted)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "misaligned", "every second", "transposed"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_half_parameter_that_somebody_wrote_is_what_a_step_starts_from(dtype, layout) -> None:
+    """A clamp and a swap, in two of three blocks and in the tail: as if the master had held those values."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (61, 43)
+    values = torch.randn(shape, generator=generator)
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        return to_torch(tensor.float().numpy(), str(tensor.dtype).removeprefix("torch."), layout)
+
+    written = values.to(dtype).clamp(-1.5, 0.75)
+    written[:20] = values.to(dtype)[:20]  # the first block is as the last step left it
+    written[-1, -3:] = torch.tensor([np.nan, np.inf, -0.0])
+    written[40, 0] = values.to(dtype)[40, 0] + 1
+    touched = written.view(torch.int16) != values.to(dtype).view(torch.int16)
+    assert 100 < int(touched.sum()) < touched.numel() / 2
+    results = []
+    for start in (values, torch.where(touched, written.float(), values)):
+        gradient = placed(torch.randn(shape, generator=generator.manual_seed(4)))
+        master, first, second = placed(start), placed(torch.ones(shape)), placed(torch.ones(shape))
+        copy = placed(written)
+        table = LaunchTable([TensorMemory(gradient, master, first, second, copy=copy)], CPU)
+        adamw_scaled(table, coefficient_table([AdamWOptions(learning_rate=0.1).prepare_step(6)]))
+        assert same_bits(copy, master.to(dtype))
+        results.append((master, first, second, copy))
+    for disturbed, wanted in zip(*results, strict=True):
+        assert same_bits(disturbed, wanted)
+    assert int(results[0][0].isnan().sum()) == 2  # the NaN, and infinity less a part of itself
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_nan_beside_a_nan_is_one_whatever_its_payload(dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    copy = every[every.isnan()].clone()
+    tensors = [torch.zeros(len(copy)) for _ in range(3)]
+    master = torch.full((len(copy),), np.nan)
+    adamw_scaled(
+        LaunchTable([TensorMemory(tensors[0], master, *tensors[1:], copy=copy)], CPU),
+        coefficient_table([AdamWOptions().prepare_step(0)]),
+    )
+    assert master.isnan().all()
+    assert copy.isnan().all()
 
 
 # Upper halves: both zeros, subnormals, 1, the largest finite values (whose upper neighbour is infinity).

@@ -164,13 +164,18 @@ class Kind:
         split = self.store == "split"
         low = torch.randint(-32768, 32768, (self.numel,), generator=generator).to(torch.int16)
         copy_dtype = torch.bfloat16 if split else self.store
+        parameter = None if split else tensor()
+        copy = None if copy_dtype is None else tensor(copy_dtype)
+        if parameter is not None and copy is not None:  # most elements as the last step left them, the others written
+            kept = self.placed(random(self.numel) < 0.75, generator)
+            copy.copy_(torch.where(kept, parameter.to(copy_dtype), copy))
         memory = TensorMemory(
             gradient=tensor(self.gradient),
-            parameter=None if split else tensor(),
+            parameter=parameter,
             exp_avg=tensor(),
             exp_avg_sq=tensor(positive=True),
             max_exp_avg_sq=tensor(positive=True) if self.amsgrad else None,
-            copy=None if copy_dtype is None else tensor(copy_dtype),
+            copy=copy,
             remainder=self.placed(low, generator) if split else None,
             first=self.first,
         )
@@ -249,7 +254,7 @@ def test_every_half_number_is_read_and_written_like_on_the_cpu(simulated, on_cpu
                 TensorMemory(gradient=halves, parameter=torch.zeros(65536), exp_avg=torch.zeros(65536),
                              exp_avg_sq=torch.zeros(65536)),
                 TensorMemory(gradient=zeros, parameter=steps.clone(), exp_avg=torch.zeros(len(steps)),
-                             exp_avg_sq=torch.zeros(len(steps)), copy=torch.zeros(len(steps), dtype=dtype)),
+                             exp_avg_sq=torch.zeros(len(steps)), copy=steps.to(dtype)),
             ]  # fmt: skip
             tensors = [tensors_of(memory) for memory in memories]
             still = AdamWOptions(weight_decay=0.0)
@@ -258,6 +263,7 @@ def test_every_half_number_is_read_and_written_like_on_the_cpu(simulated, on_cpu
         for actual, wanted in zip(*results, strict=True):
             assert_same_bits(actual, wanted)
         assert torch.equal(results[0][1]["copy"], steps.to(dtype))
+        assert torch.equal(results[0][1]["parameter"], steps), "rounded otherwise, and so taken for written"
 
 
 def test_more_than_two_to_the_31_elements(launcher, simulated) -> None:

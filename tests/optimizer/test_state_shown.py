@@ -95,12 +95,3 @@ def test_an_assigned_state_is_noticed():
     assert optimizer.state[parameter]["step"] == 1
     _, fresh = stepped()
     assert not fresh._live.state_shown, "making an optimizer does not count"
-
-
-def test_refreshing_masters_shows_nothing():
-    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 50).bfloat16())
-    optimizer = ruda_torch.AdamW([parameter], fused_step=True)
-    parameter.grad = torch.ones(50, dtype=torch.bfloat16)
-    optimizer.step()
-    optimizer.refresh_masters()
-    assert not optimizer._live.state_shown

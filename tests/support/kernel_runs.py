@@ -154,13 +154,20 @@ def half_neighbourhood(dtype: torch.dtype) -> np.ndarray:
 
 
 def copies(bits: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """The kernel's half copies of FP32 values: a step of learning rate 0 writes them beside the unchanged master."""
-    master = torch.from_numpy(bits.view(np.float32).copy())
+    """The kernel's half copies of FP32 values: a step of learning rate 0 writes them beside the unchanged master.
+
+    Raises:
+        AssertionError: a master changed: the kernel does not round it as torch does, and took its copy for written.
+    """
+    values = torch.from_numpy(bits.view(np.float32).copy())
+    master = values.clone()
     zero = torch.zeros_like(master)
-    copy = torch.empty_like(master, dtype=dtype)
+    copy = master.to(dtype)
     memory = TensorMemory(zero, master, zero.clone(), zero.clone(), copy=copy)
     options = AdamWOptions(learning_rate=0, weight_decay=0)
     adamw_scaled(LaunchTable([memory], CPU), coefficient_table([options.prepare_step(0)]))
+    # An infinite master minus lr * weight_decay * itself is NaN.
+    assert same_bits(master, torch.where(values.isinf(), np.nan, values))
     return copy
 
 

@@ -161,7 +161,7 @@ def expected_accesses(kernel: str, constants: dict[str, int]) -> dict[str, int] 
     return {
         "loads_128": state + (not half_gradient),
         "stores_128": state,
-        "loads_64": half_gradient + 2 * split,
+        "loads_64": half_gradient + copy + split,
         "stores_64": 2 if split else int(copy),
     }
 

@@ -40,7 +40,7 @@ class Field(IntEnum):
     EXP_AVG_SQ_OUT = 6
     MAX_EXP_AVG_SQ = 7  # 0 without AMSGRAD
     MAX_EXP_AVG_SQ_OUT = 8
-    COPY = 9  # half parameter written beside the master; read too with SPLIT; 0 if there is none
+    COPY = 9  # half parameter beside the master, read and written; 0 if there is none
     REMAINDER = 10  # int16 low halves of a split master, read and written; 0 without SPLIT
     NUMEL = 11
     FLAGS = 12  # Flag bits
@@ -76,10 +76,10 @@ class TensorMemory:
     """The memory of one tensor's update. Everything has the gradient's shape and device.
 
     ``parameter`` is FP32 (the parameter itself, or its master) and ``None`` for a split master, whose value is ``copy``
-    (BF16) and ``remainder`` (16 bits) together. Moments are FP32. ``copy`` is the FP16 or BF16 parameter that the
-    kernel writes beside the master. An output that is ``None`` means in place. ``first`` says that the moments'
-    memory holds nothing yet. ``step`` is the FP32 host counter that ``advance_steps`` increments. Statistics need only
-    the gradient.
+    (BF16) and ``remainder`` (16 bits) together. Moments are FP32. ``copy`` is the FP16 or BF16 parameter beside
+    the master: it holds the master, rounded to nearest even, or what shall take the master's place, element by element;
+    the kernel writes it anew. An output that is ``None`` means in place. ``first`` says that the moments' memory holds
+    nothing yet. ``step`` is the FP32 host counter that ``advance_steps`` increments. Statistics need only the gradient.
     """
 
     gradient: Tensor

@@ -136,6 +136,21 @@ struct Access {
     if (strided) scatter(layout(role), scratch, begin, n, pointer<T>(table, field, tensor));
   }
 
+  // The master beside a half parameter, which follow_fp16 and follow_bf16 describe. Only a block that somebody wrote to is
+  // copied to scratch.
+  const float* master(int64_t flags, int64_t begin, int64_t n, uint16_t* half, uint16_t* rounded,
+                      float* scratch) const {
+    const float* in = read<float>(kParam, kRoleParam, begin, n, scratch);
+    const uint16_t* parameter = read<uint16_t>(kCopy, kRoleCopy, begin, n, half);
+    const bool fp16 = flags & kCopyFp16;
+    fp16 ? float_to_fp16(in, rounded, n) : float_to_bf16(in, rounded, n);
+    if (__builtin_memcmp(parameter, rounded, 2 * n) == 0) return in;
+    for (int64_t i = 0; i < n; ++i) {
+      scratch[i] = fp16 ? follow_fp16(in[i], parameter[i]) : follow_bf16(in[i], parameter[i]);
+    }
+    return scratch;
+  }
+
   // The gradient as FP32. `prefetch` asks for the next block of a half gradient before this one is converted.
   const float* gradient(int64_t flags, int64_t begin, int64_t n, bool prefetch, uint16_t* half, float* scratch) const {
     if (!(flags & (kGradFp16 | kGradBf16))) return read<float>(kGrad, kRoleGrad, begin, n, scratch);
@@ -182,7 +197,7 @@ void update(const TableView& table, int64_t tensor, int64_t begin, int64_t end, 
       b.p = p;
       b.p_out = p;
     } else {
-      b.p = access.read<float>(kParam, kRoleParam, at, n, p);
+      b.p = copy ? access.master(flags, at, n, half, low, p) : access.read<float>(kParam, kRoleParam, at, n, p);
       b.p_out = access.target<float>(kParamOut, at, p);
     }
     b.g = access.gradient(flags, at, n, arguments.prefetch, half, g);

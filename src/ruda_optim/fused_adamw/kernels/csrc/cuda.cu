@@ -96,6 +96,15 @@ __device__ void update_elements(const V& variant, const Memory& memory, const Of
     for (int j = 0; j < W; ++j) p.x[j] = join_master({high.x[j], low.x[j]});
   } else {
     p = load<W>(memory.p + at[kRoleParam]);
+    if (variant.half_copy()) {
+      const Pack<u16, W> written = load<W>(memory.copy + at[kRoleCopy]);
+#pragma unroll
+      for (int j = 0; j < W; ++j) p.x[j] = follow_fp16(p.x[j], written.x[j]);
+    } else if (variant.brain_copy()) {
+      const Pack<u16, W> written = load<W>(memory.copy + at[kRoleCopy]);
+#pragma unroll
+      for (int j = 0; j < W; ++j) p.x[j] = follow_bf16(p.x[j], written.x[j]);
+    }
   }
   Pack<float, W> m = load_moment<W>(variant.first(), memory.m + at[kRoleExpAvg]);
   Pack<float, W> v = load_moment<W>(variant.first(), memory.v + at[kRoleExpAvgSq]);

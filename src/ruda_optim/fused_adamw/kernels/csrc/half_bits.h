@@ -51,6 +51,16 @@ RUDA_HD unsigned short fp16_from_float(float x) {
 #endif
 }
 
+// The half parameter is the truth. A master that does not round to it was left behind when somebody wrote the parameter (a
+// clamp, a swapped average, a loaded value), and the parameter's value takes its place. A NaN beside another stays a NaN.
+RUDA_HD float follow_fp16(float master, unsigned short parameter) {
+  return fp16_from_float(master) == parameter ? master : float_from_fp16(parameter);
+}
+
+RUDA_HD float follow_bf16(float master, unsigned short parameter) {
+  return bf16_from_float(master) == parameter ? master : float_from_bf16(parameter);
+}
+
 // A split master keeps all 32 bits: `remainder` is the low half, `high` the value rounded to BF16 with ties away from
 // zero. Away, not to even: an even BF16 value would otherwise stand for both of its ties, one more than 16 bits can tell.
 struct SplitMaster {

@@ -149,6 +149,19 @@ def bf16_from_float(x):
 
 
 @triton.jit
+def follow_fp16(master, parameter):
+    """csrc/half_bits.h: the master, or the FP16 parameter (int16 bits) where the master does not round to it."""
+    behind = master.to(tl.float16).to(tl.int16, bitcast=True) != parameter
+    return tl.where(behind, parameter.to(tl.float16, bitcast=True).to(tl.float32), master)
+
+
+@triton.jit
+def follow_bf16(master, parameter):
+    """csrc/half_bits.h: the master, or the BF16 parameter (int16 bits) where the master does not round to it."""
+    return tl.where(bf16_from_float(master) != parameter, float_from_bf16(parameter), master)
+
+
+@triton.jit
 def join_master(high, low):
     """The FP32 value of a split master: csrc/half_bits.h says how it was split, and what a zero is."""
     bits = (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)

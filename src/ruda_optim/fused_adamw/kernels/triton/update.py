@@ -54,6 +54,8 @@ from .memory import (
     STRIDED,
     bf16_from_float,
     block_of_program,
+    follow_bf16,
+    follow_fp16,
     gradient_pointer,
     has,
     join_master,
@@ -128,6 +130,9 @@ def _update_block(
         p = join_master(read(high, at_copy, mask, VECTOR), read(low, at_low, mask, VECTOR))
     else:
         p = read(typed_pointer(a[PARAM], tl.float32, VECTOR) + start, at_p, mask, VECTOR)
+        if (COPY_FP16 | COPY_BF16) & KIND:
+            parameter = read(typed_pointer(a[COPY], tl.int16, VECTOR) + start, at_copy, mask, VECTOR)
+            p = follow_fp16(p, parameter) if COPY_FP16 & KIND else follow_bf16(p, parameter)
 
     p, m, v, v_max = _adamw_element(c, inverse_scale, signed_clip, g, p, m, v, v_max, (AMSGRAD & KIND) != 0)
 
@@ -181,8 +186,11 @@ def _update_general_block(
     maximum = typed_pointer(a[MAX_EXP_AVG_SQ], tl.float32, VECTOR) + start
     v_max = read_if(maximum, at_x, mask, amsgrad * present, VECTOR)
     v_max = tl.where(amsgrad != 0, v_max, -INFINITY)  # below every second moment, so that the maximum is the new one
-    joined = join_master(read_if(half, at_copy, mask, split, VECTOR), read_if(low, at_low, mask, split, VECTOR))
+    parameter = read_if(half, at_copy, mask, has(flags, COPY_FP16 | COPY_BF16), VECTOR)
+    joined = join_master(parameter, read_if(low, at_low, mask, split, VECTOR))
     p = read_if(typed_pointer(a[PARAM], tl.float32, VECTOR) + start, at_p, mask, whole, VECTOR)
+    p = tl.where(has(flags, COPY_FP16) != 0, follow_fp16(p, parameter), p)
+    p = tl.where(has(flags, COPY_BF16) != 0, follow_bf16(p, parameter), p)
     p = tl.where(split != 0, joined, p)
 
     p, m, v, v_max = _adamw_element(c, inverse_scale, signed_clip, g, p, m, v, v_max, True)
