@@ -71,7 +71,7 @@ def single_precision(case: Case, mistake: str = "", step_of=lambda t: t) -> list
     m, v, v_max = np.zeros_like(p), np.zeros_like(p), np.zeros_like(p)
     steps = []
     for want in expected(case):
-        lr, decay, c1, c2, inv1, inv2, eps, sign = map(F, o.prepare_step(step_of(want.step) - 1, case.control).row)
+        lr, decay, c1, c2, inv1, inv2, eps, sign, *_ = map(F, o.prepare_step(step_of(want.step) - 1, case.control).row)
         g = stored_gradient(case, want.step) * F(1 / case.gradient_scale) * (F(want.clip_factor) * sign)
         if mistake == "coupled decay":
             g = g + F(o.weight_decay) * p

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import pickle
 import re
@@ -31,7 +32,7 @@ from ruda_optim.fused_adamw import (
     StepControl,
     StepOverflow,
 )
-from ruda_optim.fused_adamw.options import round_to_fp32
+from ruda_optim.fused_adamw.options import round_to_fp32, seed_of_step
 
 ONES = torch.ones(3)
 NUMBER = "pass a Python number"
@@ -202,6 +203,20 @@ def test_rounding_to_fp32_is_numpys() -> None:
     assert round_to_fp32(1.0 + 3 * 2.0**-24) == 1.0 + 2.0**-22
 
 
+def test_the_seed_of_a_step_is_a_hash_of_its_low_32_bits() -> None:
+    known = {1: 0x514E28B7, 2: 0x30F4C306, 1000: 0x66692658, 2**24: 0x47BA7B95}
+    assert {step: seed_of_step(step) for step in known} == known
+    assert seed_of_step(2**32 + 1000) == seed_of_step(1000)
+    # Two steps in a row share half of their bits, give or take; each bit of the seed is set in half of the steps.
+    seeds = [seed_of_step(step) for step in range(1, 10_001)]
+    assert len(set(seeds)) == 10_000
+    for bit in range(32):
+        # Binomial: four standard deviations are 0.02.
+        assert abs(sum(seed >> bit & 1 for seed in seeds) / 10_000 - 0.5) < 0.02
+        changed = sum((a ^ b) >> bit & 1 for a, b in itertools.pairwise(seeds))
+        assert abs(changed / 9_999 - 0.5) < 0.02
+
+
 @pytest.mark.parametrize("completed", [0, 1, 2, 9, 999, 2**24, 2**32, 2**53, 2**64 - 2])
 @pytest.mark.parametrize(("beta1", "beta2"), [(0.9, 0.999), (0.0, 0.5), (0.9999, 0.9999999)])
 def test_coefficients_are_exact_values_rounded_once(completed, beta1, beta2) -> None:
@@ -218,7 +233,8 @@ def test_coefficients_are_exact_values_rounded_once(completed, beta1, beta2) -> 
             power = Decimal(beta) ** t
             true = float(1 / (1 - power))
         assert abs(inverse - true) <= true * (2.0**-24 + 2.0**-52) + true**2 * float(power) * 2.0**-52
-    assert got.row[6:] == (float(np.float32(1e-8)), -1.0)
+    assert got.row[6:8] == (float(np.float32(1e-8)), -1.0)
+    assert got.row[8:] == (seed_of_step(t) & 0xFFFF, seed_of_step(t) >> 16)
     assert got.step == t
     assert got.inverse_scale == float(np.float32(1 / 3000.0))
 
@@ -231,7 +247,7 @@ def test_coefficient_row_has_the_order_of_the_kernels_struct() -> None:
     assert struct is not None
     fields = re.findall(r"^\s*float (\w+);", struct.group(1), re.MULTILINE)
     assert tuple(fields) == AdamWOptions().prepare_step(0)._fields[: len(fields)]
-    assert len(AdamWOptions().prepare_step(0).row) == len(fields) == 8
+    assert len(AdamWOptions().prepare_step(0).row) == len(fields) == 10
 
 
 @pytest.mark.parametrize("maximum", [None, torch.full((3,), 2.0)])

@@ -122,15 +122,15 @@ def test_only_the_described_memory_is_written() -> None:
         (
             lambda t: storage.adamw_scaled(t, torch.empty(1, 7)),
             ShapeMismatch,
-            r"coefficients must have shape \(1, 8\), got \(1, 7\)",
+            r"coefficients must have shape \(1, 10\), got \(1, 7\)",
         ),
         (
-            lambda t: storage.adamw_scaled(t, torch.empty(1, 8).double()),
+            lambda t: storage.adamw_scaled(t, torch.empty(1, storage.COEFFICIENTS).double()),
             InvalidTensor,
             r"coefficients must be a contiguous FP32 tensor",
         ),
         (
-            lambda t: storage.adamw_scaled(t, torch.empty(1, 8, device="meta")),
+            lambda t: storage.adamw_scaled(t, torch.empty(1, storage.COEFFICIENTS, device="meta")),
             DifferentDevice,
             r"coefficients must be on cpu, got meta",
         ),
@@ -158,7 +158,7 @@ def test_the_operator_checks_sizes_once_more() -> None:
     with pytest.raises(RuntimeError, match="needs 2 statistics rows"):
         operators.analyze_gradient(table.fields, table.layouts, torch.empty(3, 3), 65536, 1.0)
     with pytest.raises(RuntimeError, match="the launch table needs 16 rows"):
-        operators.adamw_scaled(table.fields[1:], table.layouts, torch.empty(1, 8), 1.0, 1.0, False)
+        operators.adamw_scaled(table.fields[1:], table.layouts, torch.empty(1, storage.COEFFICIENTS), 1.0, 1.0, False)
 
 
 # ----------------------------------------------------------------------------------------------------------- merges

@@ -18,7 +18,7 @@ from cases import CASES, Case, check, expected, initial_parameter, stored_gradie
 
 from ruda_optim.fused_adamw.gradient_norm import GradientGuardOptions, GradientStats
 from ruda_optim.fused_adamw.kernels import cpu, device_table, host
-from ruda_optim.fused_adamw.kernels.tables import Field, Flag, LaunchTable, TensorMemory
+from ruda_optim.fused_adamw.kernels.tables import COEFFICIENTS, Field, Flag, LaunchTable, TensorMemory
 from ruda_optim.fused_adamw.kernels.triton import launch as ptx_launch
 from ruda_optim.fused_adamw.kernels.triton import update as ptx
 from ruda_optim.fused_adamw.options import AdamWOptions
@@ -54,7 +54,7 @@ def assert_same_bits(actual: TensorMemory, wanted: TensorMemory, what: str) -> N
 
 
 def coefficients(options: AdamWOptions, completed: int = 0) -> torch.Tensor:
-    return torch.tensor([options.prepare_step(completed)[:8]], dtype=torch.float32)
+    return torch.tensor([options.prepare_step(completed).row], dtype=torch.float32)
 
 
 def tensors(
@@ -431,7 +431,7 @@ def decided(report: list[float] | None, options: AdamWOptions = OPTIONS, max_nor
         [o.learning_rate, o.beta1, o.beta2, o.epsilon, o.weight_decay, -1.0 if o.maximize else 1.0, max_norm, 1e-6]
         for o in (options, other)
     ]
-    rows, decision = torch.full((count, 8), NAN), torch.full((2,), NAN)
+    rows, decision = torch.full((count, COEFFICIENTS), NAN), torch.full((2,), NAN)
     given = None if report is None else torch.tensor(report)
     KERNELS.decide(table, torch.tensor(hyper, dtype=torch.float64), given, rows, decision)
     return table, kept, counters, rows, decision, (options, other)
@@ -444,7 +444,7 @@ def test_decide_computes_the_coefficients_of_the_host(steps: int) -> None:
     for i in range(len(table)):
         completed = steps + 5 if i == 1 else steps
         assert counters[i] == completed + 1
-        wanted = torch.tensor(options[i % 2].prepare_step(completed)[:8])
+        wanted = torch.tensor(options[i % 2].prepare_step(completed).row)
         # 1 - beta^t: powers by squaring and by the library differ by at most 64 ulps of FP64, which 1 - beta^t >= 1e-3
         # makes 1e-11 at most: the FP32 results are equal or neighbours.
         torch.testing.assert_close(rows[i], wanted, rtol=2.0**-23, atol=0)
@@ -519,7 +519,7 @@ def test_one_launch_for_a_model_of_several_kinds(launches: list[object]) -> None
 
 
 def test_an_empty_table_launches_nothing(launches: list[object]) -> None:
-    KERNELS.adamw_scaled(LaunchTable([], CPU), torch.empty(0, 8), 1.0, 1.0)
+    KERNELS.adamw_scaled(LaunchTable([], CPU), torch.empty(0, COEFFICIENTS), 1.0, 1.0)
     assert launches == []
 
 

@@ -16,7 +16,7 @@ from ruda_optim.fused_adamw.kernels.device_table import (
     describe_blocks,
     device_table,
 )
-from ruda_optim.fused_adamw.kernels.tables import Field, Flag, LaunchTable, TensorMemory
+from ruda_optim.fused_adamw.kernels.tables import COEFFICIENTS, Field, Flag, LaunchTable, TensorMemory
 
 CPU = torch.device("cpu")
 
@@ -204,7 +204,7 @@ def test_step_values(uploads: list[int]) -> None:
     copy = device_table(table)
     uploads.clear()
     for rows in (1, 3, 2):
-        given = torch.rand(rows, 8)
+        given = torch.rand(rows, COEFFICIENTS)
         coefficients, decision = copy.step_values(given, 0.25)
         assert torch.equal(coefficients, given)
         assert decision.tolist() == [0.0, 0.25]

@@ -131,7 +131,7 @@ def test_coefficient_table_holds_the_rows() -> None:
     found = storage.coefficient_table(steps)
     assert found.dtype is torch.float32
     np.testing.assert_array_equal(as_array(found), [step.row for step in steps])
-    assert storage.coefficient_table([]).shape == (0, 8)
+    assert storage.coefficient_table([]).shape == (0, storage.COEFFICIENTS)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ruda_optim.fused_adamw.gradient_norm import GradientGuardOptions, GradientS
 from ruda_optim.fused_adamw.kernels import cpu
 from ruda_optim.fused_adamw.kernels.device_table import device_table
 from ruda_optim.fused_adamw.kernels.nvrtc import launch as nvrtc
-from ruda_optim.fused_adamw.kernels.tables import Field, Flag, LaunchTable, TensorMemory
+from ruda_optim.fused_adamw.kernels.tables import COEFFICIENTS, Field, Flag, LaunchTable, TensorMemory
 from ruda_optim.fused_adamw.options import AdamWOptions
 
 pytestmark = pytest.mark.skipif(host_simulator.unavailable() is not None, reason=str(host_simulator.unavailable()))
@@ -326,7 +326,7 @@ def test_decide_agrees_with_the_host(max_norm, report, simulated) -> None:
     table = LaunchTable(memories, CPU)
     table.fields[Field.COEFFICIENTS] = torch.arange(count) % 2
     hyperparameters = torch.tensor([hyperparameters_of(group, max_norm) for group in GROUPS], dtype=torch.float64)
-    coefficients, decision = torch.full((count, 8), -7.0), torch.full((2,), -7.0)
+    coefficients, decision = torch.full((count, COEFFICIENTS), -7.0), torch.full((2,), -7.0)
     device_report = None if report is None else torch.tensor(report, dtype=torch.float32)
     simulated.decide(table, hyperparameters, device_report, coefficients, decision)
 
@@ -361,7 +361,7 @@ def test_update_takes_the_devices_decision(skip, simulated, on_cpu) -> None:
 def test_an_empty_table_launches_nothing(launcher, simulated) -> None:
     launcher.launched.clear()
     empty = LaunchTable([], CPU)
-    simulated.adamw_scaled(empty, torch.zeros(0, 8), 1.0, 1.0)
+    simulated.adamw_scaled(empty, torch.zeros(0, COEFFICIENTS), 1.0, 1.0)
     simulated.analyze_gradient(empty, torch.zeros(0, 3), 1.0)
-    simulated.decide(empty, torch.zeros(1, 8, dtype=torch.float64), None, torch.zeros(0, 8), torch.zeros(2))
+    simulated.decide(empty, torch.zeros(1, 8, dtype=torch.float64), None, torch.zeros(0, COEFFICIENTS), torch.zeros(2))
     assert launcher.launched == []

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from fused_adamw import aot_triton
 from ruda_optim.fused_adamw.errors import InvalidOption
-from ruda_optim.fused_adamw.kernels.tables import Flag, LaunchTable, TensorMemory
+from ruda_optim.fused_adamw.kernels.tables import COEFFICIENTS, Flag, LaunchTable, TensorMemory
 from ruda_optim.fused_adamw.kernels.triton import launch as ptx_launch
 from ruda_optim.fused_adamw.kernels.triton import update as ptx
 
@@ -205,7 +205,7 @@ def test_host_path_only_nothing_is_compiled_anew_for_values_or_counts(stub: Stub
     for count in (1, 16, 17):
         described, _gradients = table(count)
         for inverse_scale, clip in ((1.0, 1.0), (1, 1), (0.5, 0.25), (0, 0)):
-            coefficients = torch.rand(count, 8)
+            coefficients = torch.rand(count, COEFFICIENTS)
             kernels.adamw_scaled(described, coefficients, inverse_scale, clip)
             kernels.adamw_scaled(described, coefficients, inverse_scale, clip, decision=torch.zeros(3)[1:])
             kernels.analyze_gradient(described, torch.zeros(count * 3 + 1)[1:], inverse_scale)
@@ -217,10 +217,12 @@ def test_host_path_only_nothing_is_compiled_anew_for_values_or_counts(stub: Stub
 def test_host_path_only_the_launch_asks_for_what_the_ahead_of_time_check_compiles(stub: StubDriver) -> None:
     kernels = ptx.kernels()
     described, _gradients = table(2)
-    kernels.adamw_scaled(described, torch.rand(2, 8), 1.0, 1.0)
+    kernels.adamw_scaled(described, torch.rand(2, COEFFICIENTS), 1.0, 1.0)
     kernels.analyze_gradient(described, torch.zeros(2, 3), 1.0)
     kernels.merge_gradient_stats(torch.zeros(2, 3), torch.zeros(3))
-    kernels.decide(described, torch.zeros(1, 8, dtype=torch.float64), None, torch.zeros(2, 8), torch.zeros(2))
+    kernels.decide(
+        described, torch.zeros(1, 8, dtype=torch.float64), None, torch.zeros(2, COEFFICIENTS), torch.zeros(2)
+    )
     assert len(stub.sources) == 4
     for source, name in zip(stub.sources, ("update", "analyze", "merge", "decide"), strict=True):
         types_ = tuple(type_ for type_ in source.signature.values() if type_ != "constexpr")
@@ -232,7 +234,7 @@ def test_host_path_only_the_launch_asks_for_what_the_ahead_of_time_check_compile
 def test_host_path_only_arguments_of_a_launch(stub: StubDriver) -> None:
     """Grid, stream, function, then every parameter of the kernel in order, its constants included."""
     described, _gradients = table(3, ptx_launch.UPDATE_CHUNK + 1)
-    ptx.kernels().adamw_scaled(described, torch.rand(3, 8), 0.5, 1.0)
+    ptx.kernels().adamw_scaled(described, torch.rand(3, COEFFICIENTS), 0.5, 1.0)
     ((x, y, z, _stream, function, _packed, _metadata, _enter, _exit, *arguments),) = stub.launches
     assert (x, y, z, function) == (6, 1, 1, "function")
     assert len(arguments) == len(ptx.update_kernel.arg_names)
@@ -243,7 +245,7 @@ def test_host_path_only_arguments_of_a_launch(stub: StubDriver) -> None:
 def test_host_path_only_the_ptx_version_reaches_the_compiler(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VERSION, "8.0")
     described, _gradients = table(1)
-    ptx.kernels().adamw_scaled(described, torch.rand(1, 8), 1.0, 1.0)
+    ptx.kernels().adamw_scaled(described, torch.rand(1, COEFFICIENTS), 1.0, 1.0)
     (compiled,) = ptx_launch._compiled.values()
     assert ".version 8.0\n" in compiled.asm["ptx"]
 
@@ -254,7 +256,7 @@ def test_host_path_only_a_bad_ptx_version_reaches_no_compiler(
     monkeypatch.setenv(VERSION, "7.9")
     described, _gradients = table(1)
     with pytest.raises(InvalidOption, match=r"from 8\.0 to .* on sm_90"):
-        ptx.kernels().adamw_scaled(described, torch.rand(1, 8), 1.0, 1.0)
+        ptx.kernels().adamw_scaled(described, torch.rand(1, COEFFICIENTS), 1.0, 1.0)
     assert stub.loaded == []
 
 
@@ -269,7 +271,7 @@ def test_host_path_only_without_a_compiled_object_the_public_path_is_taken(
     monkeypatch.setattr(type(ptx.update_kernel), "warmup", nothing)
     described, _gradients = table(1)
     for _ in range(2):
-        ptx.kernels().adamw_scaled(described, torch.rand(1, 8), 0.5, 1.0)
+        ptx.kernels().adamw_scaled(described, torch.rand(1, COEFFICIENTS), 0.5, 1.0)
     assert stub.loaded == ["update_kernel"]
     (launch, again) = stub.launches
     assert launch[:3] == again[:3] == (1, 1, 1)

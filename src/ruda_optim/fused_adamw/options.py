@@ -17,7 +17,7 @@ MAX_STEP = 2**64 - 1
 """Largest one-based update number t."""
 
 _FP32 = struct.Struct("<f")
-_FP32_ROW = struct.Struct("<8f")
+_FP32_ROW = struct.Struct("<10f")
 _FP32_MAX = 3.4028234663852886e38
 
 
@@ -55,10 +55,18 @@ def check_flag(name: str, value: object) -> None:
         raise InvalidOption(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
 
 
-class StepCoefficients(NamedTuple):
-    """The scalars of update number ``step``: eight floats that are FP32 values already, then two facts about the step.
+def seed_of_step(step: int) -> int:
+    """The 32 bits that the dither of low-precision moments takes from the step number: a hash of it modulo 2^32."""
+    x = step & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return x ^ x >> 16
 
-    The first eight fields are one row of the kernels' coefficient table, in the order of ``Coefficients`` in
+
+class StepCoefficients(NamedTuple):
+    """The scalars of update number ``step``: ten floats that are FP32 values already, then two facts about the step.
+
+    The first ten fields are one row of the kernels' coefficient table, in the order of ``Coefficients`` in
     ``kernels/csrc/adamw_update.h``. They are computed in FP64 and rounded once. ``inverse_scale`` is not part of the
     row: kernels receive it, like the clip factor, once per launch.
     """
@@ -75,6 +83,10 @@ class StepCoefficients(NamedTuple):
     epsilon: float
     gradient_sign: float
     """+1, or -1 to maximize"""
+    seed_low: float
+    """the low 16 bits of ``seed_of_step(step)``, as a number"""
+    seed_high: float
+    """the high 16 bits"""
     step: int
     """t, one-based"""
     inverse_scale: float
@@ -82,8 +94,8 @@ class StepCoefficients(NamedTuple):
 
     @property
     def row(self) -> tuple[float, ...]:
-        """The eight FP32 values of the coefficient table."""
-        return self[:8]
+        """The ten FP32 values of the coefficient table."""
+        return self[:10]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +239,7 @@ class AdamWOptions:
                 f"completed_steps must be at most 2^64 - 2 so that the next step fits 64 bits, got {completed_steps}"
             )
         step = completed_steps + 1
+        seed = seed_of_step(step)
         lr = self.learning_rate
         row = _FP32_ROW.unpack(
             _FP32_ROW.pack(
@@ -238,6 +251,8 @@ class AdamWOptions:
                 1.0 / (1.0 - self.beta2**step),
                 self.epsilon,
                 -1.0 if self.maximize else 1.0,
+                seed & 0xFFFF,
+                seed >> 16,
             )
         )
         return StepCoefficients._make((*row, step, control.inverse_scale))

@@ -102,7 +102,7 @@ def adamw_scaled(
 
     Args:
         table: the tensors. ``Field.COEFFICIENTS`` holds each tensor's row of ``coefficients``.
-        coefficients: FP32 ``(k, 8)`` on the host, from :func:`coefficient_table`.
+        coefficients: FP32 ``(k, COEFFICIENTS)`` on the host, from :func:`coefficient_table`.
         inverse_scale, clip_factor: FP32 values; every gradient is multiplied by the first, then by the second.
     """
     _check("coefficients", coefficients, (coefficients.shape[0], COEFFICIENTS), torch.device("cpu"))
@@ -110,9 +110,8 @@ def adamw_scaled(
 
 
 def coefficient_table(steps: Sequence[StepCoefficients]) -> Tensor:
-    """The FP32 ``(len(steps), 8)`` host tensor that :func:`adamw_scaled` reads."""
-    rows = [step[:COEFFICIENTS] for step in steps]
-    return torch.tensor(rows, dtype=torch.float32, device="cpu").view(-1, COEFFICIENTS)
+    """The FP32 ``(len(steps), COEFFICIENTS)`` host tensor that :func:`adamw_scaled` reads."""
+    return torch.tensor([step.row for step in steps], dtype=torch.float32, device="cpu").view(-1, COEFFICIENTS)
 
 
 class StatisticsWorkspace:

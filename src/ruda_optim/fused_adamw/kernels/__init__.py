@@ -49,14 +49,14 @@ class Kernels:
             also skipped when it was measured, something was not finite, and ``check_finite``. Without ``check_finite``
             a bad report clips by 0 if ``max_norm`` is finite and >= 0, else by 1. A finite report clips as
             ``GradientStats.decision`` says; an infinite ``max_norm`` never clips. A skipped step has clip factor 1.
-            ``coefficients`` is FP32 ``(n, 8)`` on the device; row i is written for tensor i, whose
+            ``coefficients`` is FP32 ``(n, COEFFICIENTS)`` on the device; row i is written for tensor i, whose
             ``Field.COEFFICIENTS`` is its group (row of ``memory.hyperparameters``) and whose ``Field.STEP`` points to
             its FP32 counter of completed steps on the device, incremented unless the step is skipped. A table without
             tensors has a decision all the same.
         adamw_scaled: ``(table, coefficients, inverse_scale, clip_factor, *, decision=None)``; updates every tensor of
-            the table. ``coefficients`` is FP32 ``(k, 8)`` on the host. With ``decision`` (``DecisionMemory.decision``)
-            the coefficients are on the device, one row per tensor, the decision says what to multiply by and whether to
-            do anything, and the two numbers are ignored.
+            the table. ``coefficients`` is FP32 ``(k, COEFFICIENTS)`` on the host. With ``decision``
+            (``DecisionMemory.decision``) the coefficients are on the device, one row per tensor, the decision says what
+            to multiply by and whether to do anything, and the two numbers are ignored.
     """
 
     name: str

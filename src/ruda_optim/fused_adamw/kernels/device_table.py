@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .tables import Field, Flag
+from .tables import COEFFICIENTS, Field, Flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,9 +38,8 @@ UPDATE_KIND = STATISTICS_KIND | Flag.COPY_FP16 | Flag.COPY_BF16 | Flag.AMSGRAD |
 # The rows that may change from step to step without a new revision: tables.py says so.
 _STEP_ROWS = (Field.GRAD, Field.FLAGS, Field.COEFFICIENTS)
 
-# step_values: the decision comes first, padded so that every row of coefficients is aligned to 16 bytes.
+# step_values: the decision comes first, padded so that the rows of coefficients start aligned to 16 bytes.
 _DECISION = 4
-_COEFFICIENTS = 8
 
 SLOTS = 8  # copies in flight before the host has to wait for one
 _MAPS = 128  # block maps kept, the least recently used goes first
@@ -259,12 +258,12 @@ class DeviceTable:
         """The host's coefficients and its decision, on the device.
 
         Args:
-            coefficients: FP32 ``(k, 8)`` on the host.
+            coefficients: FP32 ``(k, COEFFICIENTS)`` on the host.
             clip_factor: rounded to FP32.
 
         Returns:
-            FP32 ``(k, 8)``, and FP32 ``(2,)``: skip (always 0), clip factor. Both serve work that is submitted before
-            the next call.
+            FP32 ``(k, COEFFICIENTS)``, and FP32 ``(2,)``: skip (always 0), clip factor. Both serve work
+            submitted before the next call.
         """
         count = coefficients.numel()
         room = self._rooms.get(count)
@@ -278,12 +277,12 @@ class DeviceTable:
     def _make_room(self, count: int) -> _Room:
         if self._values.numel() < _DECISION + count:
             # Room for one row per tensor, so that this happens once.
-            size = _DECISION + max(count, _COEFFICIENTS * self.fields.shape[1])
+            size = _DECISION + max(count, COEFFICIENTS * self.fields.shape[1])
             self._values = torch.empty(size, device=self.fields.device)
             self._keep(self._values)
             self._rooms.clear()
         staged, values = torch.zeros(_DECISION + count), self._values[: _DECISION + count]
-        return _Room(staged, staged.numpy(), values, values[_DECISION:].view(-1, _COEFFICIENTS), values[:2])
+        return _Room(staged, staged.numpy(), values, values[_DECISION:].view(-1, COEFFICIENTS), values[:2])
 
     def _upload_rows(self, table: LaunchTable, first: int, end: int) -> None:
         self._host[first:end] = table.fields[first:end]

@@ -4,8 +4,8 @@
 pointers is contiguous, so a device backend can upload only the row that changed. ``layouts`` is a flat int64 CPU tensor
 that describes the tensors which cannot be walked as flat memory (see :func:`describe_layout`).
 
-The coefficient table is FP32 of shape ``(k, 8)`` with the columns of ``csrc/adamw_update.h``'s ``Coefficients``; the
-row ``Field.COEFFICIENTS`` says which of the ``k`` rows a tensor uses.
+The coefficient table is FP32 of shape ``(k, COEFFICIENTS)`` with the columns of ``csrc/adamw_update.h``'s
+``Coefficients``; the row ``Field.COEFFICIENTS`` says which of the ``k`` rows a tensor uses.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ class Flag(IntFlag):
     STRIDED = 128  # walk the tensors by LAYOUT
     ALIGNED = 256  # flat, and every pointer is a multiple of 16 bytes
 
+
+COEFFICIENTS = 10
+"""FP32 numbers per row of the coefficient table."""
 
 # Roles in the order in which describe_layout lists their strides; in and out pointers of a role share a layout.
 LAYOUT_ROLES = ("parameter", "gradient", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "copy", "remainder")

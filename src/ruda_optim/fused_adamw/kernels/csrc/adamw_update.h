@@ -38,8 +38,10 @@ struct Coefficients {
   float inv_bias2;        // 1 / (1 - beta2^t)
   float epsilon;          // > 0
   float gradient_sign;    // +1, or -1 to maximize
+  float seed_low;         // seed_of_step, the low 16 bits as a number: FP32 holds it exactly, and no copy changes it
+  float seed_high;        // the high 16 bits
 };
-constexpr int kCoefficients = 8;
+constexpr int kCoefficients = 10;
 
 // One row of the hyperparameter table of a capturable step, whose coefficients the device computes: one per group.
 struct Hyperparameters {
@@ -48,8 +50,17 @@ struct Hyperparameters {
   double guard_epsilon;  // of the whole step, read from the first row
 };
 
+// What the dither of moments.h takes from the step number `t`: MurmurHash3's finalizer, of t modulo 2^32.
+RUDA_HD unsigned seed_of_step(unsigned long long t) {
+  unsigned x = static_cast<unsigned>(t);
+  x = (x ^ (x >> 16)) * 0x85ebca6bu;
+  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+  return x ^ (x >> 16);
+}
+
 // The coefficients of the one-based update number `t`: FP64, rounded once, like AdamWOptions.prepare_step on the host.
 RUDA_HD Coefficients coefficients_of_step(const Hyperparameters& h, double t) {
+  const unsigned seed = seed_of_step(static_cast<unsigned long long>(t));
   return {static_cast<float>(h.lr),
           static_cast<float>(h.lr * h.weight_decay),
           static_cast<float>(1.0 - h.beta1),
@@ -57,7 +68,9 @@ RUDA_HD Coefficients coefficients_of_step(const Hyperparameters& h, double t) {
           static_cast<float>(1.0 / (1.0 - power(h.beta1, t))),
           static_cast<float>(1.0 / (1.0 - power(h.beta2, t))),
           static_cast<float>(h.epsilon),
-          static_cast<float>(h.gradient_sign)};
+          static_cast<float>(h.gradient_sign),
+          static_cast<float>(seed & 0xffffu),
+          static_cast<float>(seed >> 16)};
 }
 
 // The two factors every gradient is multiplied by, in this order: folding them into one would hide an overflow.

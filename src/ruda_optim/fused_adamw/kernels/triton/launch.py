@@ -19,7 +19,7 @@ import torch
 from ...errors import InvalidOption
 from .. import Kernels
 from ..device_table import STATISTICS_KIND, UPDATE_KIND, BlockMap, device_table
-from ..tables import Flag
+from ..tables import COEFFICIENTS, Flag
 from .memory import GENERAL_KIND
 
 if TYPE_CHECKING:
@@ -311,11 +311,11 @@ def kernels(functions: Functions, simulate: bool) -> Kernels:
             hyperparameters: FP64 ``(g, 8)`` on the device: lr, beta1, beta2, epsilon, weight_decay, gradient_sign,
                 max_norm (-1: none), guard epsilon. The last two are read from row 0.
             report: FP32 ``(3,)`` from ``merge_gradient_stats``, or ``None`` to skip nothing and clip nothing.
-            coefficients: FP32 ``(n, 8)`` on the device; row i is written for tensor i.
+            coefficients: FP32 ``(n, COEFFICIENTS)`` on the device; row i is written for tensor i.
             decision: FP32 ``(2,)`` on the device; written: skip 0/1, clip factor as ``GradientStats.decision`` has it.
         """
         count = len(table)
-        _check_rows("decide", "rows of eight coefficients", coefficients, count, 8)
+        _check_rows("decide", "rows of coefficients", coefficients, count, COEFFICIENTS)
         _check_rows("decide", "decision (skip, clip)", decision, 1, 2)
         if count == 0:
             return

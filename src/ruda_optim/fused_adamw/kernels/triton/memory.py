@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .. import tables
 from ..tables import Field, Flag
 
 # Rows of LaunchTable.fields and bits of its flags: Triton reads a global only if it is a constexpr.
@@ -29,6 +30,8 @@ FLAGS = tl.constexpr(int(Field.FLAGS))
 COEFFICIENTS = tl.constexpr(int(Field.COEFFICIENTS))
 LAYOUT = tl.constexpr(int(Field.LAYOUT))
 STEP = tl.constexpr(int(Field.STEP))
+
+ROW_SIZE = tl.constexpr(tables.COEFFICIENTS)  # of the coefficient table
 
 GRAD_FP16 = tl.constexpr(int(Flag.GRAD_FP16))
 GRAD_BF16 = tl.constexpr(int(Flag.GRAD_BF16))
@@ -251,6 +254,16 @@ def read_addresses(fields, n, tensor):
         read_entry(fields, COPY, n, tensor),
         read_entry(fields, REMAINDER, n, tensor),
     )
+
+
+@triton.jit
+def seed_of_step(t):
+    """csrc/adamw_update.h, seed_of_step: two FP32 numbers for its low and high 16 bits. ``t``: int64."""
+    x = (t & 0xFFFFFFFF).to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    x = x ^ (x >> 16)
+    return (x & 0xFFFF).to(tl.int32).to(tl.float32), (x >> 16).to(tl.int32).to(tl.float32)
 
 
 @triton.jit

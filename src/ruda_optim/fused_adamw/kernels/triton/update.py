@@ -49,6 +49,7 @@ from .memory import (
     PARAM,
     PARAM_OUT,
     REMAINDER,
+    ROW_SIZE,
     SPLIT,
     STEP,
     STRIDED,
@@ -66,6 +67,7 @@ from .memory import (
     read_general_gradient,
     read_gradient,
     read_if,
+    seed_of_step,
     split_master,
     strided_offsets,
     typed_pointer,
@@ -237,7 +239,7 @@ def update_kernel(
     row = read_entry(fields, COEFFICIENTS, n, tensor)
     row = tl.where(row_per_tensor != 0, tensor, row)
     # Read here, once: Triton would read them again for every block, as the stores of a block might change them.
-    c = read_coefficients(coefficients + row * 8)
+    c = read_coefficients(coefficients + row * ROW_SIZE)
     a = read_addresses(fields, n, tensor)
     signed_clip = tl.load(decision + 1) * c[7]
     layout = layouts + read_entry(fields, LAYOUT, n, tensor)
@@ -313,7 +315,7 @@ def decide_kernel(fields, hyperparameters, report, coefficients, decision, n, ha
     lr = tl.load(h, mask=mask, other=0.0)
     beta1 = tl.load(h + 1, mask=mask, other=0.0)
     beta2 = tl.load(h + 2, mask=mask, other=0.0)
-    c = coefficients + i * 8
+    c = coefficients + i * ROW_SIZE
     tl.store(c, lr.to(tl.float32), mask=mask)
     tl.store(c + 1, (lr * tl.load(h + 4, mask=mask, other=0.0)).to(tl.float32), mask=mask)
     tl.store(c + 2, (1.0 - beta1).to(tl.float32), mask=mask)
@@ -322,6 +324,9 @@ def decide_kernel(fields, hyperparameters, report, coefficients, decision, n, ha
     tl.store(c + 5, (1.0 / (1.0 - _power(beta2, t.to(tl.int64)))).to(tl.float32), mask=mask)
     tl.store(c + 6, tl.load(h + 3, mask=mask, other=0.0).to(tl.float32), mask=mask)
     tl.store(c + 7, tl.load(h + 5, mask=mask, other=0.0).to(tl.float32), mask=mask)
+    seed_low, seed_high = seed_of_step(t.to(tl.int64))
+    tl.store(c + 8, seed_low, mask=mask)
+    tl.store(c + 9, seed_high, mask=mask)
     tl.store(counter, tl.where(bad, completed, t), mask=mask)
 
 
