@@ -146,7 +146,7 @@ def test_weights_that_somebody_loads_are_what_the_next_step_starts_from(dtype, s
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_a_master_keeps_its_low_bits_where_nobody_wrote(dtype) -> None:
-    model, optimizer = half_run(dtype, check_finite=False)
+    model, optimizer = half_run(dtype, split_master=False, check_finite=False)
     weight = model.layers[0].weight
     before = {p: optimizer.state[p]["master"].clone() for p in model.parameters()}
     assert not torch.equal(before[weight].to(dtype).float(), before[weight]), "there are no low bits to keep"
@@ -212,7 +212,7 @@ def test_swapping_an_average_in_and_out_between_steps_changes_nothing() -> None:
 
 
 def test_continuing_from_an_average_starts_there() -> None:
-    model, optimizer = half_run(torch.bfloat16)
+    model, optimizer = half_run(torch.bfloat16, split_master=False)
     averaged = average(model, "swa")
     train(model, optimizer, list(loader(samples()))[:4], after=lambda: averaged.update_parameters(model))
     model.load_state_dict(averaged.module.state_dict())
