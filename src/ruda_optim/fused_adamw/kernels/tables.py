@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-COEFFICIENTS = 8
-"""FP32 numbers per row of the coefficient table."""
-
-
 class Field(IntEnum):
     """Rows of :attr:`LaunchTable.fields`. ``csrc/cpu_loops.h`` repeats the numbers; a test compares the two."""
 
