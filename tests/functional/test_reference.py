@@ -20,6 +20,7 @@ from ruda_optim.fused_adamw import (
     NonFinitePolicy,
     ShapeMismatch,
     StepControl,
+    StepOverflow,
 )
 from ruda_optim.fused_adamw.reference import ReferenceEntry, ReferenceState, adamw, gradient_stats, guarded_adamw
 
@@ -44,8 +45,14 @@ ERRORS = [
     ),
     (lambda: adamw(ONE, ONE, moments(), AMSGRAD), InvalidState, "max_second_moment must .* got amsgrad=True"),
     (lambda: adamw(ONE, ONE, moments(maximum=True), PLAIN), InvalidState, "max_second_moment .* got amsgrad=False"),
-    (lambda: adamw(ONE, ONE, moments(0), PLAIN), InvalidState, r"state.step must be in \[1, 2\^64 - 2\], got 0"),
-    (lambda: adamw(ONE, ONE, moments(2**64 - 1), PLAIN), InvalidState, "got 18446744073709551615"),
+    (lambda: adamw(ONE, ONE, moments(0), PLAIN), InvalidState, "state.step must be at least 1, got 0"),
+    (lambda: adamw(ONE, ONE, moments(2**64 - 1), PLAIN), StepOverflow, "got state.step 18446744073709551615"),
+    (lambda: adamw([], [], moments(2**64, shape=0), PLAIN), StepOverflow, "got state.step 18446744073709551616"),
+    (
+        lambda: guarded_adamw([ReferenceEntry(ONE, np.full(3, np.nan), moments(2**64 - 1))], PLAIN),
+        StepOverflow,
+        "at most 2",
+    ),
     (lambda: gradient_stats([ONE], 0.0), InvalidOption, "gradient_scale must be a finite number > 0, got 0.0"),
     (
         lambda: guarded_adamw([ReferenceEntry(ONE, ONE), ReferenceEntry(ONE, np.full(4, np.nan))], PLAIN),
@@ -226,6 +233,24 @@ def test_skip_changes_nothing() -> None:
     got, kept = adamw(parameter, ONE, state, PLAIN, StepControl(skip_update=True))
     np.testing.assert_array_equal(got.view(np.int64), parameter.view(np.int64))
     assert kept is state
+
+
+@pytest.mark.parametrize("state", [None, moments(7, shape=0), moments(2**64 - 1, shape=0)], ids=str)
+def test_an_empty_tensor_counts_no_step(state) -> None:
+    got, kept = adamw(np.zeros(0), np.zeros(0), state, PLAIN)
+    assert got.size == 0
+    assert kept is state
+    (_, kept), (_, other) = guarded_adamw(
+        [ReferenceEntry(np.zeros(0), np.zeros(0), state), ReferenceEntry(ONE, ONE)], PLAIN
+    )
+    assert kept is state
+    assert other.step == 1
+
+
+def test_a_skipped_step_overflows_nothing() -> None:
+    state = moments(2**64 - 1)
+    assert adamw(ONE, ONE, state, PLAIN, StepControl(skip_update=True))[1] is state
+    assert guarded_adamw([ReferenceEntry(ONE, ONE, state)], PLAIN, StepControl(skip_update=True))[0][1] is state
 
 
 def test_inputs_are_not_written() -> None:

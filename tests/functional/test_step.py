@@ -26,6 +26,7 @@ from ruda_optim.fused_adamw import (
     StepControl,
     StepOverflow,
     adamw_step,
+    guarded_adamw_step,
     reference,
 )
 
@@ -176,6 +177,19 @@ def test_step_counts() -> None:
     assert update.state.step == MAX_STEP
     with pytest.raises(StepOverflow, match="2\\^64"):
         adamw_step(filled(1.0), filled(1.0), update.state, OPTIONS)
+
+
+@pytest.mark.parametrize(("size", "skip"), [(0, False), (0, True), (3, True)])
+def test_what_counts_no_step_overflows_nothing(size, skip) -> None:
+    control = StepControl(skip_update=skip)
+    state = state_of(MAX_STEP, shape=(size,))
+    update = adamw_step(torch.ones(size), torch.ones(size), state, OPTIONS, control)
+    assert not update.updated
+    assert update.state is state
+    other = (torch.ones(2), torch.ones(2), None)
+    guarded = guarded_adamw_step([(torch.ones(size), torch.ones(size), state), other], OPTIONS, control)
+    assert [one.updated for one in guarded.updates] == [False, not skip]
+    assert guarded.updates[0].state is state
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .errors import InvalidState, ShapeMismatch
+from .errors import InvalidState, ShapeMismatch, StepOverflow
 from .gradient_norm import GradientGuardOptions, GradientStats
 from .options import MAX_STEP, AdamWOptions, StepControl
 
@@ -58,7 +58,8 @@ def adamw(
         parameter: any shape; read as FP64.
         gradient: as stored (scaled by ``control.gradient_scale``), same shape; read as FP64.
         state: None before the first update: moments count as zero.
-        options, control: hyperparameters. ``control.skip_update`` returns the inputs unchanged.
+        options, control: hyperparameters. With ``control.skip_update``, and for an empty tensor, the inputs come back
+            unchanged and no step is counted.
         clip_factor: the factor of ``GradientStats.decision``. Default 1.
 
     Returns:
@@ -66,12 +67,13 @@ def adamw(
 
     Raises:
         ShapeMismatch: gradient or moments differ in shape from the parameter.
-        InvalidState: the state's maximum does not fit ``options.amsgrad``, or its step is not in [1, 2^64 - 2].
+        InvalidState: the state's maximum does not fit ``options.amsgrad``, or its step is below 1.
+        StepOverflow: the state's step is 2^64 - 1, and this call would count another, or it is above.
     """
     p = np.asarray(parameter, dtype=np.float64)
     stored = np.asarray(gradient, dtype=np.float64)
-    _check(p, stored, state, options)
-    if control.skip_update:
+    _check(p, stored, state, options, control)
+    if not _counts(p, control):
         return p.copy(), state
     if state is None:
         zero = np.zeros_like(p)
@@ -93,13 +95,22 @@ def adamw(
     return p_new, ReferenceState(t, m, v, v_max)
 
 
-def _check(p: Array, gradient: Array, state: ReferenceState | None, options: AdamWOptions) -> None:
+def _counts(p: Array, control: StepControl) -> bool:
+    """Whether an update of ``p`` is a step."""
+    return p.size > 0 and not control.skip_update
+
+
+def _check(
+    p: Array, gradient: Array, state: ReferenceState | None, options: AdamWOptions, control: StepControl
+) -> None:
     if gradient.shape != p.shape:
         raise ShapeMismatch(f"gradient must have the parameter's shape {p.shape}, got {gradient.shape}")
     if state is None:
         return
-    if not 1 <= state.step < MAX_STEP:
-        raise InvalidState(f"state.step must be in [1, 2^64 - 2], got {state.step}")
+    if state.step < 1:
+        raise InvalidState(f"state.step must be at least 1, got {state.step}; before the first update pass None")
+    if state.step + _counts(p, control) > MAX_STEP:
+        raise StepOverflow(f"the step count must stay at most 2^64 - 1, got state.step {state.step}")
     if (state.max_second_moment is not None) != options.amsgrad:
         raise InvalidState(f"state.max_second_moment must be present exactly if amsgrad, got amsgrad={options.amsgrad}")
     for name, moment in zip(state._fields[1:], state[1:], strict=True):
@@ -165,10 +176,10 @@ def guarded_adamw(
 
     Raises:
         NonFiniteGradients: a gradient is not finite and the policy is ``NonFinitePolicy.ERROR``.
-        ShapeMismatch, InvalidState: as :func:`adamw`, checked for every entry before the statistics.
+        ShapeMismatch, InvalidState, StepOverflow: as :func:`adamw`, checked for every entry before the statistics.
     """
     for entry in entries:
-        _check(np.asarray(entry.parameter), np.asarray(entry.gradient), entry.state, options)
+        _check(np.asarray(entry.parameter), np.asarray(entry.gradient), entry.state, options, control)
     skip, clip_factor = control.skip_update, 1.0
     if not skip:
         stats = gradient_stats([entry.gradient for entry in entries], control.gradient_scale)

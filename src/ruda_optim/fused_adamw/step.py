@@ -89,14 +89,14 @@ def adamw_step(
         InvalidTensor: not a tensor, a wrong dtype or layout.
         ShapeMismatch, DifferentDevice: tensors that do not belong together; nothing is broadcast or moved.
         InvalidState: the state lacks the AMSGrad maximum that the options need, or has one that they do not use.
-        StepOverflow: the step count is at 2^64 - 1.
+        StepOverflow: the step count is at 2^64 - 1, and this call would count another.
         ImportError: the device's kernels cannot run here; the message says why.
 
     Source of the formula: Loshchilov & Hutter 2019 (arXiv:1711.05101); Reddi et al. 2018 for AMSGrad.
     """
     _check_settings(options, control)
     coefficients = _check_entry("", parameters, gradients, state, options, control)
-    if control.skip_update or parameters.numel() == 0:
+    if coefficients is None:
         return AdamWUpdate(parameters, state, updated=False)
     return _launch([(parameters, gradients, state)], [coefficients], options, 1.0)[0]
 
@@ -188,8 +188,8 @@ def guarded_adamw_step(
     decision = stats.decision(guard)
     if decision.skip_update:
         return GuardedUpdate(kept, stats, decision)
-    filled = [index for index, entry in enumerate(entries) if entry[0].numel() > 0]
-    launched = _launch([entries[i] for i in filled], [coefficients[i] for i in filled], options, decision.clip_factor)
+    filled = {index: step for index, step in enumerate(coefficients) if step is not None}
+    launched = _launch([entries[i] for i in filled], list(filled.values()), options, decision.clip_factor)
     updates = list(kept)
     for index, update in zip(filled, launched, strict=True):
         updates[index] = update
@@ -233,8 +233,8 @@ def _check_entry(
     state: AdamWState | None,
     options: AdamWOptions,
     control: StepControl,
-) -> StepCoefficients:
-    """Every check of one tensor, and the scalars of its next step."""
+) -> StepCoefficients | None:
+    """Every check of one tensor, and the scalars of its next step; None where no step is counted."""
     _check_tensor(f"{where}parameters", parameters, (torch.float32,))
     if not parameters.is_contiguous():
         raise InvalidTensor(
@@ -277,6 +277,8 @@ def _check_entry(
                 f"{where}{name} must be on the parameters' device {parameters.device}, got {tensor.device}"
             )
     select(parameters.device)  # raises where the device's kernels cannot run
+    if control.skip_update or parameters.numel() == 0:
+        return None
     return options.prepare_step(0 if state is None else state.step, control)
 
 
