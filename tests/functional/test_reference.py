@@ -90,13 +90,17 @@ def test_fixtures_cover_every_combination() -> None:
     covered = {(case.gradient_dtype, case.options.amsgrad, case.options.maximize) for case in FIXTURE_CASES}
     assert len(FIXTURE_CASES) == len(covered) == 12
     assert all(case.steps == 5 for case in FIXTURE_CASES)
+    scaled = [case for case in FIXTURE_CASES if case.gradient_scale == 128]
+    assert len(scaled) == 4
+    assert {case.gradient_dtype for case in scaled} == {"float32", "float16", "bfloat16"}
+    assert len({(case.options.amsgrad, case.options.maximize) for case in scaled}) == 4
 
 
 @pytest.mark.parametrize(
     ("changes", "version", "message"),
     [
-        ({"format": 2}, None, "must have format 1, got 2; regenerate it: python tools/fused_adamw/oracle.py --write"),
-        ({"format": None}, None, "must have format 1, got None; regenerate it"),
+        ({"format": 1}, None, "must have format 2, got 1; regenerate it: python tools/fused_adamw/oracle.py --write"),
+        ({"format": None}, None, "must have format 2, got None; regenerate it"),
         ({}, "1.0.0", "was made with torch '.*', this is torch '1.0.0'; install that version, or regenerate it"),
         ({"cases": []}, None, "does not hold the cases of tests/support/cases.py; regenerate it"),
     ],

@@ -14,7 +14,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from cases import CASES, Case, check, expected, initial_parameter, stored_gradient, to_torch
+from cases import CASES, FIXTURE_CASES, Case, check, expected, initial_parameter, stored_gradient, to_torch
+from fixture_runs import check_fixture
 
 from ruda_optim.fused_adamw.gradient_norm import GradientGuardOptions, GradientStats
 from ruda_optim.fused_adamw.kernels import cpu, device_table, host
@@ -159,6 +160,11 @@ def test_every_case_has_the_bits_of_the_cpu_operator_and_lies_within_the_bounds_
         check(case, want, actual)
         for table in (simulated, wanted):
             host.advance_steps(table)
+
+
+@pytest.mark.parametrize("index", range(12), ids=[case.name for case in FIXTURE_CASES])
+def test_kernels_agree_with_torch(index: int) -> None:
+    check_fixture(KERNELS, index)
 
 
 # --------------------------------------------------------------------------------------------------------- the update

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import cases
+import fixture_runs
 import numpy as np
 import pytest
 import torch
@@ -47,7 +48,6 @@ GIB = 2**30
 def compiler(request, monkeypatch) -> str:
     require(request.param)
     monkeypatch.setenv("RUDA_CUDA_COMPILER", request.param)
-    monkeypatch.delenv("RUDA_PTX_VERSION", raising=False)
     return request.param
 
 
@@ -61,6 +61,13 @@ def test_case_has_the_cpu_operators_bits_and_the_references_values(case, compile
     for got, want, expected in zip(actual, wanted, cases.expected(case), strict=True):
         assert_same_bits(got, want)
         cases.check(case, expected, got)
+
+
+@pytest.mark.parametrize(
+    "index", range(12), ids=[f"{SHORT[case.gradient_dtype]} {case}" for case in cases.FIXTURE_CASES]
+)
+def test_kernels_agree_with_torch(index, compiler) -> None:
+    fixture_runs.check_fixture(select(DEVICE, compiler), index, DEVICE)
 
 
 def update(kernels, kinds: list[Kind], device: torch.device, clip: float = 0.375) -> list[dict[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 from math import frexp
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,11 +138,20 @@ FLAT_CASES = tuple(  # what adamw_step takes: FP32, contiguous (possibly misalig
     and case.max_norm is None
     and {case.layout, case.gradient_layout} <= {"contiguous", "misaligned"}
 )
-FIXTURE_CASES = tuple(  # what tools/fused_adamw/pytorch_fixtures.json holds
-    Case(f"{dtype} gradient{', amsgrad' * amsgrad}{', maximize' * maximize}", (19,), dtype,
-         options=AdamWOptions(**_STRONG, amsgrad=amsgrad, maximize=maximize), seed=14)
-    for dtype in DTYPES for amsgrad in (False, True) for maximize in (False, True)
-)  # fmt: skip
+
+
+def _fixtures() -> tuple[Case, ...]:
+    """Every third has a loss scale: one each of the four kinds of step, among all gradient dtypes."""
+    cases = []
+    for number, (dtype, amsgrad, maximize) in enumerate(product(DTYPES, (False, True), (False, True))):
+        options = AdamWOptions(**_STRONG, amsgrad=amsgrad, maximize=maximize)
+        scale = 1.0 if number % 3 else 128.0
+        name = f"{dtype} gradient{', amsgrad' * amsgrad}{', maximize' * maximize}{', scale 128' * (scale == 128.0)}"
+        cases.append(Case(name, (19,), dtype, options=options, gradient_scale=scale, seed=14))
+    return tuple(cases)
+
+
+FIXTURE_CASES = _fixtures()  # what tools/fused_adamw/pytorch_fixtures.json holds
 
 
 # --------------------------------------------------------------------------------------------------- inputs

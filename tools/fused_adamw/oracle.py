@@ -3,9 +3,10 @@
     python tools/fused_adamw/oracle.py --write-fixtures    # run torch, write pytorch_fixtures.json
     python tools/fused_adamw/oracle.py --check             # run torch again; torch, file and FP64 reference must agree
 
-The file holds 12 cases (3 gradient dtypes x AMSGrad x maximize), 5 steps each: FP32 parameters, gradients rounded to
-the gradient dtype and handed to torch as FP32, and all results. Arrays are strings of hexadecimal floats, so no digit
-is lost. No kernel of this project runs here. :func:`load` needs no torch.
+The file holds 12 cases (3 gradient dtypes x AMSGrad x maximize, a third of them with loss scale 128), 5 steps each:
+FP32 parameters, gradients as they are stored (scaled, rounded to the gradient dtype) and all results. torch gets the
+gradients unscaled, in FP32. Arrays are strings of hexadecimal floats, so no digit is lost. No kernel of this project
+runs here; :func:`targets` is what the tests of kernels compare with. :func:`load` needs no torch.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from cases import FIXTURE_CASES, Case, check, expected, initial_parameter, stored_gradient  # noqa: E402
+from cases import FIXTURE_CASES, Case, Expected, check, expected, initial_parameter, stored_gradient  # noqa: E402
 
 FIXTURES = Path(__file__).with_name("pytorch_fixtures.json")
-FORMAT = 1
+FORMAT = 2
 REGENERATE = "regenerate it: python tools/fused_adamw/oracle.py --write-fixtures"
 
 
@@ -48,6 +49,7 @@ def head(case: Case) -> dict[str, Any]:
     return {
         "name": case.name,
         "gradient_dtype": case.gradient_dtype,
+        "gradient_scale": case.gradient_scale,
         "learning_rate": options.learning_rate,
         "beta1": options.beta1,
         "beta2": options.beta2,
@@ -78,7 +80,8 @@ def run_torch(case: Case) -> list[dict[str, np.ndarray]]:
     names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * options.amsgrad
     steps = []
     for step in range(1, case.steps + 1):
-        parameter.grad = torch.from_numpy(stored_gradient(case, step).copy())
+        # A scale of 128 is a power of two, so this division is exact.
+        parameter.grad = torch.from_numpy(stored_gradient(case, step).copy()) / case.gradient_scale
         optimizer.step()
         state = optimizer.state[parameter]
         values = {"parameter": parameter.detach(), **{name: state[name] for name in names}}
@@ -134,6 +137,21 @@ def check_against_reference(case: Case, entry: dict[str, Any]) -> None:
         assert text == pack(stored_gradient(case, step)), f"{case}, step {step}: other gradient; {REGENERATE}"
     for want, results in zip(expected(case, literal=True), entry["results"], strict=True):
         check(case, want, {name: unpack(text) for name, text in results.items()})
+
+
+def targets(case: Case, entry: dict[str, Any]) -> list[Expected]:
+    """Torch's result after each step, and how far a kernel of ours may be from it.
+
+    Both are FP32: ours lies within its bound of the FP64 value and torch's, in the textbook form, within that form's
+    bound. The two are therefore at most the sum of the bounds apart.
+    """
+    return [
+        ours._replace(
+            values={name: unpack(text) for name, text in results.items()},
+            bounds={name: ours.bounds[name] + torchs.bounds[name] for name in results},
+        )
+        for ours, torchs, results in zip(expected(case), expected(case, literal=True), entry["results"], strict=True)
+    ]
 
 
 def release() -> str:
