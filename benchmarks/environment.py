@@ -13,6 +13,8 @@ from importlib import metadata
 
 import torch
 
+from result_variables import result_variables
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEER_PACKAGES = ("deepspeed", "torchao", "torch-optimi", "bitsandbytes")
 
@@ -61,6 +63,7 @@ def describe(device: torch.device, command: list[str]) -> dict[str, object]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("torch", "ruda-optim", "numpy", "triton", *PEER_PACKAGES)},
+        "variables": result_variables(),
         "device": str(device),
     }
     if device.type == "cuda":

@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import pathlib
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,33 +18,12 @@ import environment
 import pictures
 import protocol
 import report
-from contestants import DEFAULT_PEERS, PEERS, Contestant
-from workloads import QUICK_WORKLOADS, VARIANTS, WORKLOADS, Variant, Workload
+from comparison import compare
+from contestants import DEFAULT_PEERS, PEERS
+from workloads import QUICK_WORKLOADS, VARIANTS, WORKLOADS, Workload
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 QUICK_PEERS = ("torch-fused", "staged-eager")
-
-
-def compare(
-    workload: Workload, variant: Variant, peer: str, device: torch.device, settings: protocol.Settings
-) -> dict[str, Any]:
-    """One cell of the table. A peer that cannot run, or is wrong, gives its reason instead of numbers."""
-    entry: dict[str, Any] = {"workload": workload.name, "variant": variant.name, "peer": peer}
-    obstacle = PEERS[peer].obstacle(variant, device)
-    if obstacle is not None:
-        return {**entry, "status": "not run", "reason": obstacle}
-    try:
-        data = protocol.Data(workload, variant, device)
-        ours = Contestant(PEERS["ours"], data, variant)
-        other = Contestant(PEERS[peer], data, variant)
-        result = protocol.measure(ours, other, data, settings)
-    except protocol.Mismatch as error:
-        return {**entry, "status": "mismatch", "reason": str(error)}
-    except Exception as error:  # noqa: BLE001 - a peer may fail in any way of its own, and the others go on
-        return {**entry, "status": "failed", "reason": f"{type(error).__name__}: {error}"}
-    status = "measured" if result.kept else "too noisy"
-    reason = {} if result.kept else {"reason": "other processes used the machine during every round"}
-    return {**entry, "status": status, **reason, **result.as_dict()}
 
 
 def parse() -> argparse.Namespace:

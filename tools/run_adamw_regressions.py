@@ -11,38 +11,50 @@ Suites:
   build      every device kernel compiled ahead of time for sm_80, sm_90, sm_100 and gfx942; none is run
   simulate   Triton interpreter and CUDA source on a host simulator: a simulation, no hardware
   cuda       the kernels on hardware; fails without a GPU
-  bench      fused step against the staged baseline and torch's fused step
+  bench      fused step against the staged baseline and torch's fused step; --compiler asks for a GPU
 
 Exit codes: 0 all passed; 1 something failed; 2 wrong command line; 3 nothing failed, but something was blocked (a tool
-is missing); 4 something ran out of time. Every run leaves command lines, source hashes, versions, logs and durations in
-one JSON file.
+is missing); 4 something ran out of time; 128 + n ended by signal n. Every run has a JSON file of its own from its first
+second: command lines, variables, source hashes, versions, logs, durations and statuses, "running" at first. What a task
+started never outlives the runner.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fused_adamw import execute, suites
-from fused_adamw.execute import BLOCKED, DTYPES, EXIT_CODES, FAILED, PASSED, TIMEOUT
+from fused_adamw import execute, run_report, suites
+from fused_adamw.execute import BLOCKED, DTYPE_NAMES, DTYPES, EXIT_CODES, FAILED, INTERRUPTED, PASSED, TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DEFAULT_REPORT = execute.ROOT / "build" / "regressions.json"
-COLOURS = {PASSED: "green", FAILED: "bold red", BLOCKED: "yellow", TIMEOUT: "red"}
+COLOURS = {PASSED: "green", FAILED: "bold red", BLOCKED: "yellow", TIMEOUT: "red", INTERRUPTED: "bold red"}
 
 
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+def at_least(smallest: int) -> Callable[[str], int]:
+    """The type of an option."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < smallest:
+            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {value}")
+        return value
+
     return number
 
 
@@ -68,28 +80,34 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--compiler",
         choices=[*suites.COMPILERS, "both"],
-        default="both",
         help="of the device kernels, for build, simulate, cuda and bench (default: both)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="for bench (default: cpu)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the gradients, for cuda (default: all) and bench (fp32)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="for bench (default: cuda where a compiler is named, else cpu)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        type=lambda text: DTYPE_NAMES.get(text, text),
+        help="of the gradients, for cuda (default: all) and bench (fp32); f32, f16 are other names",
+    )
     parser.add_argument(
         "--elements",
-        type=positive,
+        type=at_least(1),
         default=suites.Choice.elements,
         help="for bench: elements of the tensor (default: %(default)s)",
     )
     parser.add_argument(
         "--iterations",
-        type=positive,
+        type=at_least(1),
         default=suites.Choice.iterations,
         help="for bench: steps per sample, each compared with the other side (default: %(default)s)",
     )
     parser.add_argument(
         "--samples",
-        type=positive,
+        type=at_least(3),
         default=suites.Choice.samples,
-        help="for bench: measured rounds (default: %(default)s)",
+        help="for bench: measured rounds, at least 3 (default: %(default)s)",
     )
     parser.add_argument("--amsgrad", action="store_true", help="for bench: AMSGrad")
     parser.add_argument("--offline", action="store_true", help="downloads fail at once; no suite needs one")
@@ -103,21 +121,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=Path,
         default=DEFAULT_REPORT,
         metavar="FILE",
-        help="the JSON report (default: build/regressions.json); bench writes its numbers beside it",
+        help="the JSON report (default: build/regressions.json); where there is one already, the new one gets a number "
+        "in its name; bench writes its numbers beside it",
     )
     return parser.parse_args(argv)  # fmt: skip
 
 
-def choice_of(arguments: argparse.Namespace) -> suites.Choice:
+def choice_of(arguments: argparse.Namespace, report: Path) -> suites.Choice:
     return suites.Choice(
-        compilers=suites.COMPILERS if arguments.compiler == "both" else (arguments.compiler,),
+        compilers=suites.COMPILERS if arguments.compiler in (None, "both") else (arguments.compiler,),
         dtype=arguments.dtype,
-        device=arguments.device,
+        device=arguments.device or ("cuda" if arguments.compiler else "cpu"),
         elements=arguments.elements,
         iterations=arguments.iterations,
         samples=arguments.samples,
         amsgrad=arguments.amsgrad,
-        bench_output=arguments.report.resolve().with_name(f"{arguments.report.stem}-bench"),
+        bench_output=report.resolve().with_name(f"{report.stem}-bench"),
     )
 
 
@@ -144,27 +163,30 @@ def show(console: Console, outcomes: list[execute.Outcome]) -> None:
     console.print(table)
 
 
-def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    arguments = parse(words)
-    names = arguments.suite or list(suites.WITHOUT_GPU)
-    names = list(suites.SUITES) if "all" in names else names
-    tasks = suites.tasks(names, choice_of(arguments))
-    console = Console(soft_wrap=not sys.stdout.isatty())
-    if arguments.dry_run:
-        dry_run(console, tasks)
-        return 0
-    found = execute.probe()
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-    options["report"] = arguments.report.name
-    command = ["tools/run_adamw_regressions.py", *words]
-    report = execute.Report(arguments.report, found, command, options)
+def run_all(
+    console: Console,
+    tasks: list[execute.Task],
+    arguments: argparse.Namespace,
+    report: run_report.Report,
+    stop: execute.Stop,
+) -> None:
+    """Run the tasks one by one until they are done or the runner is told to end."""
+    found = execute.probe(stop)
+    if found is None:
+        return
+    report.found(found)
     begin = time.monotonic()
     said = ""
     for number, task in enumerate(tasks, start=1):
+        if stop.signal is not None:
+            return
         console.print(f"[{number}/{len(tasks)}] {task.suite}: {task.name}", markup=False)
+        for name in sorted(name for name, value in task.environment.items() if value is None and name in os.environ):
+            console.print(f"    {name}={os.environ[name]} is set here, and is taken away for this task", markup=False)
+        report.begin(task)
         left = float("inf") if arguments.budget is None else arguments.budget - (time.monotonic() - begin)
-        outcome = execute.run(task, found["missing"], min(arguments.timeout, left), offline=arguments.offline)
+        timeout = min(arguments.timeout, left)
+        outcome = execute.run(task, found["missing"], timeout, stop, offline=arguments.offline)
         report.add(outcome)
         # Several tasks may have one and the same obstacle: it is told once.
         reason = "as before" if outcome.reason == said and outcome.status != PASSED else outcome.reason
@@ -173,10 +195,32 @@ def main(argv: list[str] | None = None) -> int:
         console.print(line, markup=False, style=COLOURS[outcome.status])
         if outcome.status in (FAILED, TIMEOUT) and outcome.log:
             console.print("\n".join(f"    | {line}" for line in outcome.log.splitlines()[-40:]), markup=False)
-    report.write(complete=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    arguments = parse(words)
+    names = arguments.suite or list(suites.WITHOUT_GPU)
+    names = list(suites.SUITES) if "all" in names else names
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    if arguments.dry_run:
+        dry_run(console, suites.tasks(names, choice_of(arguments, arguments.report)))
+        return 0
+    with execute.Stop() as stop:
+        path = run_report.claim(arguments.report)
+        options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+        options["report"] = path.name
+        report = run_report.Report(path, ["tools/run_adamw_regressions.py", *words], options)
+        try:
+            run_all(console, suites.tasks(names, choice_of(arguments, path)), arguments, report, stop)
+        except BaseException as error:
+            report.finish(f"{type(error).__name__}: {error}")
+            raise
+        report.finish(stop.reason)
     show(console, report.outcomes)
-    console.print(f"{report.status}; report: {arguments.report}", markup=False, soft_wrap=True)
-    return EXIT_CODES[report.status]
+    reason = f" ({stop.reason})" * bool(stop.reason)
+    console.print(f"{report.status}{reason}; report: {path}", markup=False, soft_wrap=True)
+    return EXIT_CODES[report.status] if stop.signal is None else 128 + stop.signal
 
 
 if __name__ == "__main__":

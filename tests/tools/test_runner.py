@@ -6,6 +6,7 @@ import hashlib
 import json
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ import torch
 
 import run_adamw_regressions as runner
 from fused_adamw import execute, suites, without_torch
-from fused_adamw.execute import BLOCKED, FAILED, PASSED, TIMEOUT, Outcome, Task
+from fused_adamw.execute import BLOCKED, FAILED, INTERRUPTED, PASSED, TIMEOUT, Outcome, Task
+from result_variables import result_variables
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTHING_MISSING = dict.fromkeys(
@@ -30,7 +32,7 @@ def python(code: str, **options) -> Task:
 
 
 def run(task: Task, timeout: float = 60.0, **missing) -> Outcome:
-    return execute.run(task, {**NOTHING_MISSING, **missing}, timeout)
+    return execute.run(task, {**NOTHING_MISSING, **missing}, timeout, execute.Stop())
 
 
 # ----------------------------------------------------------------------------------------------------- what would run
@@ -60,14 +62,24 @@ def test_without_arguments_all_suites_that_need_no_gpu(capsys) -> None:
 
 
 def test_options_reach_the_commands(capsys) -> None:
-    printed = dry_run(capsys, "--suite", "bench", "--elements", "4096", "--iterations", "3", "--samples", "2",
+    printed = dry_run(capsys, "--suite", "bench", "--elements", "4096", "--iterations", "3", "--samples", "4",
                       "--dtype", "bf16", "--amsgrad", "--report", "somewhere/x.json")  # fmt: skip
-    assert "--device cpu --elements 4096 --dtype bf16 --iterations 3 --samples 2 --amsgrad" in printed
+    assert "--device cpu --elements 4096 --dtype bf16 --iterations 3 --samples 4 --amsgrad" in printed
     assert "somewhere/x-bench-cpu.json" in printed
     assert "--compiler" not in printed, "a CPU has no compiler to choose"
-    printed = dry_run(capsys, "--suite", "bench", "--device", "cuda", "--compiler", "ptx")
-    assert printed.count("bench.py") == 1
-    assert "--compiler ptx" in printed
+    for device in (["--device", "cuda"], []):
+        printed = dry_run(capsys, "--suite", "bench", *device, "--compiler", "ptx")
+        assert printed.count("bench.py") == 1
+        assert "--device cuda" in printed
+        assert "--compiler ptx" in printed
+    printed = dry_run(capsys, "--suite", "bench", "--compiler", "both")
+    assert "--device cpu" not in printed, "who names a compiler does not want to measure the CPU operator"
+    assert printed.count("--device cuda") == 2
+
+
+@pytest.mark.parametrize(("given", "meant"), [("f32", "fp32"), ("f16", "fp16"), ("bf16", "bf16"), ("fp16", "fp16")])
+def test_dtypes_have_their_short_names_too(given, meant, capsys) -> None:
+    assert f"--dtype {meant} " in dry_run(capsys, "--suite", "bench", "--dtype", given)
 
 
 @pytest.mark.parametrize("compiler", ["nvrtc", "ptx"])
@@ -97,7 +109,7 @@ def test_every_file_that_a_suite_names_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--suite", "everything"], ["--elements", "0"], ["--timeout", "0"], ["--dtype", "x"]]
+    "words", [["--suite", "everything"], ["--elements", "0"], ["--timeout", "0"], ["--dtype", "x"], ["--samples", "2"]]
 )
 def test_a_wrong_command_line_is_exit_code_2(words, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -126,6 +138,31 @@ def test_a_command_that_takes_too_long_is_ended_with_all_it_started(tmp_path) ->
     assert not proof.exists(), "what the command started went on"
 
 
+def test_what_a_finished_command_left_running_is_ended(tmp_path) -> None:
+    proof = tmp_path / "proof"
+    child = f"import time, pathlib; time.sleep(2); pathlib.Path({str(proof)!r}).touch()"
+    outcome = run(python(f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"))
+    assert outcome.status == PASSED
+    time.sleep(3)
+    assert not proof.exists()
+
+
+def test_a_command_that_ignores_the_signal_is_ended_with_its_child(tmp_path) -> None:
+    """The parent ends at SIGTERM; its child does not listen."""
+    proof = tmp_path / "proof"
+    child = f"""
+import pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print('deaf', flush=True)
+time.sleep(4)
+pathlib.Path({str(proof)!r}).touch()
+"""
+    outcome = run(python(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"), timeout=2)
+    assert outcome.log == "deaf\n"
+    time.sleep(max(0.0, 5 - outcome.duration))
+    assert not proof.exists()
+
+
 def test_a_missing_tool_blocks_and_runs_nothing(tmp_path) -> None:
     proof = tmp_path / "proof"
     task = python(f"import pathlib; pathlib.Path({str(proof)!r}).touch()", needs=("triton",))
@@ -145,9 +182,9 @@ def test_variables_of_a_task(monkeypatch) -> None:
     code = "import os; print(os.environ.get('GONE'), os.environ['NEW'], os.environ.get('PIP_NO_INDEX'))"
     task = python(code, environment={"GONE": None, "NEW": "2"})
     assert run(task).log == "None 2 None\n"
-    assert execute.run(task, NOTHING_MISSING, 60, offline=True).log == "None 2 1\n"
+    assert execute.run(task, NOTHING_MISSING, 60, execute.Stop(), offline=True).log == "None 2 1\n"
     code = "import urllib.request; urllib.request.urlopen('http://example.com', timeout=20)"
-    outcome = execute.run(python(code), NOTHING_MISSING, 60, offline=True)
+    outcome = execute.run(python(code), NOTHING_MISSING, 60, execute.Stop(), offline=True)
     assert outcome.status == FAILED
     assert "refused" in outcome.reason
 
@@ -219,7 +256,7 @@ def fake(monkeypatch):
 
     def put(*tasks: Task, **missing: str) -> None:
         found = {"missing": {**NOTHING_MISSING, **missing}, "environment": {"gpu": None, "versions": {"torch": "9"}}}
-        monkeypatch.setattr(execute, "probe", lambda: found)
+        monkeypatch.setattr(execute, "probe", lambda stop: found)
         monkeypatch.setitem(suites.SUITES, "oracle", lambda choice: list(tasks))
 
     return put
@@ -286,6 +323,115 @@ def test_a_report_holds_what_was_run_and_names_no_place_of_this_machine(fake, tm
         ("cpu", None, False), ("simulation on a CPU", "ptx", True), ("cpu", None, False)]  # fmt: skip
 
 
+def test_what_changes_a_result_is_written_down(fake, tmp_path, monkeypatch, capsys) -> None:
+    given = {"RUDA_PTX_VERSION": "8.6", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2",
+             "OPENBLAS_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "", "PYTORCH_ALLOC_CONF": "x:1"}  # fmt: skip
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HARMLESS", "1")
+    fake(python("import os; print(os.environ.get('RUDA_PTX_VERSION'))", environment={"TRITON_INTERPRET": None}))
+    path = tmp_path / "report.json"
+    assert runner.main(["--suite", "oracle", "--report", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert given.items() <= report["environment"]["variables"].items()
+    assert "HARMLESS" not in report["environment"]["variables"]
+    assert report["tasks"][0]["log"] == "8.6\n"
+    assert report["tasks"][0]["environment"] == {"TRITON_INTERPRET": None}
+    assert "TRITON_INTERPRET=1 is set here, and is taken away for this task" in capsys.readouterr().out
+
+
+def test_no_suite_takes_a_setting_of_ours_away() -> None:
+    tasks = suites.tasks(list(suites.SUITES), suites.Choice(device="cuda"))
+    assert not [task.name for task in tasks for name in task.environment if name.startswith("RUDA_")]
+
+
+def test_variables_name_no_place_of_this_machine(monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/src:{pathlib.Path.home()}/more")
+    assert result_variables()["PYTHONPATH"] == "./src:~/more"
+
+
+def test_an_existing_report_is_kept(fake, tmp_path) -> None:
+    fake(GOOD)
+    wanted = tmp_path / "report.json"
+    wanted.write_text("mine")
+    (tmp_path / "report-2-bench-cpu.json").write_text("numbers of another run")
+    for expected in ("report-3.json", "report-4.json"):
+        assert runner.main(["--suite", "oracle", "--report", str(wanted)]) == 0
+        assert json.loads((tmp_path / expected).read_text())["options"]["report"] == expected
+    assert wanted.read_text() == "mine"
+    assert not (tmp_path / "report-2.json").exists()
+
+
+def test_a_report_is_there_while_the_run_goes_on(fake, tmp_path, monkeypatch) -> None:
+    """Before the probe, which takes seconds, and during a task."""
+    path = tmp_path / "report.json"
+    fake(python(f"print(open({str(path)!r}).read())"))
+    answer, seen = execute.probe, []
+    monkeypatch.setattr(execute, "probe", lambda stop: (seen.append(json.loads(path.read_text())), answer(stop))[1])
+    assert runner.main(["--suite", "oracle", "--report", str(path)]) == 0
+    report = json.loads(path.read_text())
+    seen.append(json.loads(report["tasks"][0]["log"]))
+    assert [(entry["status"], entry["complete"], entry["running"]) for entry in [*seen, report]] == [
+        ("running", False, None), ("running", False, "fake: a task"), (PASSED, True, None)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_ends_the_runner_its_children_and_the_report(name, tmp_path) -> None:
+    """Of a real runner whose first task is a process with a child."""
+    report, proof, began = (tmp_path / name for name in ("report.json", "proof", "began"))
+    touch = [f"pathlib.Path({str(path)!r}).touch()" for path in (began, proof)]
+    child = f"import pathlib, time; {touch[0]}; time.sleep(3); {touch[1]}"
+    parent = f"import subprocess, sys; print('so far', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    program = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+import run_adamw_regressions as runner
+from fused_adamw import execute, suites
+task = execute.Task("fake", "first", (sys.executable, "-c", {parent!r}))
+execute.probe = lambda stop: {{"missing": {{"gpu": None}}, "environment": {{}}}}
+suites.SUITES["oracle"] = lambda choice: [task, task]
+sys.exit(runner.main(["--suite", "oracle", "--report", {str(report)!r}]))
+"""
+    running = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not began.exists():
+            assert time.monotonic() < deadline
+            assert running.poll() is None
+            time.sleep(0.05)
+        assert json.loads(report.read_text())["status"] == "running"
+        number = getattr(signal, name)
+        running.send_signal(number)
+        printed, _ = running.communicate(timeout=20)
+    finally:
+        running.kill()
+    ended = time.monotonic()
+    assert running.returncode == 128 + number
+    assert f"{INTERRUPTED} (ended by {name}); report: " in printed
+    left = json.loads(report.read_text())
+    assert (left["status"], left["complete"], left["reason"]) == (INTERRUPTED, False, f"ended by {name}")
+    assert [(task["status"], task["log"]) for task in left["tasks"]] == [(INTERRUPTED, "so far\n")]
+    time.sleep(max(0.0, 4 - (time.monotonic() - ended)))
+    assert not proof.exists(), "what the task started went on"
+
+
+def test_an_error_of_the_runner_itself_is_in_the_report(fake, tmp_path, monkeypatch) -> None:
+    fake(GOOD, GOOD)
+    path = tmp_path / "report.json"
+    monkeypatch.setattr(execute, "obstacle", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runner.main(["--suite", "oracle", "--report", str(path)])
+    report = json.loads(path.read_text())
+    assert (report["status"], report["complete"]) == (INTERRUPTED, False)
+    assert report["reason"] == "ZeroDivisionError: division by zero"
+
+
+def test_the_probe_ends_when_the_runner_is_told_to() -> None:
+    stop = execute.Stop()
+    stop.signal = signal.SIGTERM
+    assert execute.probe(stop) is None
+
+
 def test_a_long_log_keeps_both_ends() -> None:
     text = "a" * execute.LOG_CHARACTERS + "b" * execute.LOG_CHARACTERS
     kept = execute.shortened(text)
@@ -298,20 +444,15 @@ def test_a_long_log_keeps_both_ends() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: the suite would run")
-def test_the_cuda_suite_fails_here_and_says_so_once(tmp_path) -> None:
-    command = [
-        sys.executable,
-        "tools/run_adamw_regressions.py",
-        "--suite",
-        "cuda",
-        "--report",
-        str(tmp_path / "r.json"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("suite", ["cuda", "bench"])
+def test_a_suite_that_needs_a_gpu_fails_here_and_says_so_once(suite, tmp_path) -> None:
+    path = tmp_path / "r.json"
+    command = [sys.executable, "tools/run_adamw_regressions.py", "--suite", suite, "--compiler", "both"]
+    done = subprocess.run([*command, "--report", str(path)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
-    sentence = r"the suite 'cuda' needs a GPU that torch can use, and this machine has none: torch .*; run it where"
+    sentence = rf"the suite '{suite}' needs a GPU that torch can use, and this machine has none: torch .*; run it where"
     assert len(re.findall(sentence, done.stdout)) == 1
-    report = json.loads((tmp_path / "r.json").read_text())
+    report = json.loads(path.read_text())
     assert report["status"] == FAILED
     assert {run["device"] for run in report["runs"]} == {"no GPU"}
     assert report["environment"]["versions"]["torch"] == torch.__version__

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import environment
 import protocol
 import ruda_torch
-import run
 import staged
+from comparison import compare
 from contestants import HYPERPARAMETERS, PEERS, Contestant
-from fused_adamw.execute import portable
+from fused_adamw.execute import DTYPE_NAMES, portable
 from fused_adamw.probe import smi
 from ruda_optim.fused_adamw import storage
 from workloads import MAX_NORM, VARIANTS, WORKLOADS, Variant, Workload
@@ -120,7 +120,7 @@ def comparisons(arguments: argparse.Namespace, device: torch.device) -> dict[str
                                 "reason": reason})  # fmt: skip
                 continue
             settings = protocol.Settings(rounds=arguments.samples, steps=steps, max_foreign_load=None)
-            entries.append(run.compare(workload, variant, PEER, device, settings))
+            entries.append(compare(workload, variant, PEER, device, settings))
     return {
         "workloads": {w.name: {"title": w.title, "elements": w.elements} for w, _ in plan},
         "variants": {v.name: {"title": v.title, "bytes per element": v.bytes_per_element} for v in (update, *variants)},
@@ -242,7 +242,13 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--compiler", choices=("nvrtc", "ptx"), help="on cuda; default: the library's choice")
     parser.add_argument("--elements", type=int, default=2**24)
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the gradients")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        type=lambda text: DTYPE_NAMES.get(text, text),
+        default="fp32",
+        help="of the gradients; f32, f16 are other names",
+    )
     parser.add_argument("--iterations", type=int, default=20, help="steps per sample")
     parser.add_argument("--samples", type=int, default=7, help="measured rounds")
     parser.add_argument("--amsgrad", action="store_true")

@@ -1,13 +1,13 @@
 """Runs the tasks of the regression suites one by one and writes down what happened. Standard library only.
 
-A task is one command. Its status: ``passed``; ``failed``; ``timeout``; ``blocked``, when a tool is missing, or when
-tests were skipped for a reason that the task does not allow. A blocked task proves nothing: it is never a pass.
+A task is one command. Its status: ``passed``; ``failed``; ``timeout``; ``interrupted``, when the runner was told to
+end; ``blocked``, when a tool is missing, or when tests were skipped for a reason that the task does not allow. A
+blocked task proves nothing: it is never a pass.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -25,19 +25,19 @@ from xml.etree import ElementTree as ET
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parents[2]
-PASSED, FAILED, BLOCKED, TIMEOUT = "passed", "failed", "blocked", "timeout"
+PASSED, FAILED, BLOCKED, TIMEOUT, INTERRUPTED = "passed", "failed", "blocked", "timeout", "interrupted"
 EXIT_CODES = {PASSED: 0, FAILED: 1, BLOCKED: 3, TIMEOUT: 4}  # 2 is a wrong command line
 # Short names, and how test names say that a test is about a gradient of this dtype; cases.py names the cases.
 DTYPES = {
     short: re.compile(rf"\b(?:{short}\b|{long} gradient\b|gradient [^,]*, {long}\b)")
     for short, long in (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"))
 }
-FORMAT = 1
+DTYPE_NAMES = {short.replace("fp", "f"): short for short in DTYPES}
+"""Other names of the same dtypes."""
 LOG_CHARACTERS = 200_000  # kept of one task's output: its first and its last half
-SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".json", ".toml", ".txt", ".sh", ".cmake")
-SOURCE_FOLDERS = ("src", "tests", "tools", "benchmarks", "cmake")
 _OFFLINE = {
     "PIP_NO_INDEX": "1",
     "UV_OFFLINE": "1",
@@ -90,6 +90,8 @@ class Outcome:
     duration: float = 0.0
     returncode: int | None = None
     log: str = ""
+    environment: dict[str, str | None] = field(default_factory=dict)
+    """Variables that were set for the command; None: one that was taken away."""
     tests: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
     """Reasons for skips, with how many tests gave them."""
@@ -105,7 +107,7 @@ class Outcome:
             "reason": portable(self.reason),
             "simulation": task.simulation,
             "command": " ".join(portable(word) for word in task.command),
-            "environment": {key: value and portable(value) for key, value in task.environment.items()},
+            "environment": {key: value and portable(value) for key, value in self.environment.items()},
             "started": self.started,
             "duration s": round(self.duration, 2),
             "exit code": self.returncode,
@@ -124,13 +126,86 @@ class Outcome:
         return [{**row, "dtype": dtype, "status": status, **rest} for dtype, status in statuses.items()]
 
 
-def probe(python: str = sys.executable) -> dict[str, Any]:
-    """The answer of probe.py: ``missing`` (tool -> reason or None) and ``environment``."""
+class Stop:
+    """Whether the runner was told to end. Inside ``with``, a signal is noted in ``signal`` and does nothing else.
+
+    Nothing is raised where it arrives: no process is started and then forgotten, no file is left half written.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __enter__(self) -> Stop:
+        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        self.signal = signal.Signals(number)
+
+    @property
+    def reason(self) -> str:
+        return "" if self.signal is None else f"ended by {self.signal.name}"
+
+
+def call(
+    command: Iterable[str], environment: Mapping[str, str], log: BinaryIO, timeout: float, stop: Stop
+) -> int | None:
+    """Run a command until it ends, ``timeout`` seconds are over or the runner was told to end.
+
+    Returns:
+        The exit code; None if it had to be ended. Whatever it started has ended too.
+    """
+    deadline = time.monotonic() + timeout
+    process = subprocess.Popen(
+        list(command),
+        cwd=ROOT,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # a process group: what it starts ends with it
+    )
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return process.wait(max(0.0, min(left, 0.2)))
+            except subprocess.TimeoutExpired:
+                if left <= 0 or stop.signal is not None:
+                    return None
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its whole group: politely, and after five seconds for certain."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def probe(stop: Stop, python: str = sys.executable) -> dict[str, Any] | None:
+    """The answer of probe.py: ``missing`` (tool -> reason or None) and ``environment``. None: told to end."""
     command = [python, str(Path(__file__).with_name("probe.py"))]
-    done = subprocess.run(command, env=variables({}), capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryFile() as log:
+        returncode = call(command, variables({}), log, 600.0, stop)
+        log.seek(0)
+        printed = log.read().decode(errors="replace")
+    if stop.signal is not None:
+        return None
+    if returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{printed}")
+    return json.loads(next(line for line in reversed(printed.splitlines()) if line.startswith("{")))
 
 
 def variables(changes: Mapping[str, str | None], *, offline: bool = False) -> dict[str, str]:
@@ -159,12 +234,12 @@ def obstacle(task: Task, missing: Mapping[str, str | None]) -> tuple[str, str] |
     return None
 
 
-def run(task: Task, missing: Mapping[str, str | None], timeout: float, *, offline: bool = False) -> Outcome:
-    """Run one task to its end, or for ``timeout`` seconds."""
+def run(task: Task, missing: Mapping[str, str | None], timeout: float, stop: Stop, *, offline: bool = False) -> Outcome:
+    """Run one task to its end, for ``timeout`` seconds, or until the runner was told to end."""
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     hindered = obstacle(task, missing)
     if hindered is not None:
-        return Outcome(task, *hindered, started=started)
+        return Outcome(task, *hindered, started=started, environment=dict(task.environment))
     if timeout <= 0:
         return Outcome(task, TIMEOUT, "not started: the time for all tasks is over", started=started)
     with tempfile.TemporaryDirectory() as folder:
@@ -176,41 +251,18 @@ def run(task: Task, missing: Mapping[str, str | None], timeout: float, *, offlin
         log_path = Path(folder) / "log"
         begin = time.monotonic()
         with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=variables(changes, offline=offline),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that what it starts ends with it
-            )
-            try:
-                returncode: int | None = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                returncode = None
-            finally:
-                if process.poll() is None:
-                    end(process)
-        outcome = Outcome(task, PASSED, "", started, time.monotonic() - begin, returncode)
+            returncode = call(command, variables(changes, offline=offline), log, timeout, stop)
+        outcome = Outcome(task, PASSED, "", started, time.monotonic() - begin, returncode, environment=changes)
         outcome.log = shortened(portable(log_path.read_text(encoding="utf-8", errors="replace"), folder))
-        if returncode is None:
+        if returncode is None and stop.signal is not None:
+            outcome.status, outcome.reason = INTERRUPTED, stop.reason
+        elif returncode is None:
             outcome.status, outcome.reason = TIMEOUT, f"still running after {timeout:.0f} s"
         elif task.pytest:
             judge_tests(outcome, results)
         elif returncode != 0:
             outcome.status, outcome.reason = FAILED, f"exit code {returncode}: {last_line(outcome.log)}"
     return outcome
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a process and all it started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
-            return
 
 
 def judge_tests(outcome: Outcome, results: Path) -> None:
@@ -258,9 +310,10 @@ def judge_tests(outcome: Outcome, results: Path) -> None:
 
 
 def worst(statuses: Iterable[str]) -> str:
-    """Failed before timeout before blocked; passed only if nothing is worse and something passed."""
+    """Failed before interrupted, timeout, blocked; passed only if nothing is worse and something passed."""
     found = set(statuses)
-    return next((status for status in (FAILED, TIMEOUT, BLOCKED, PASSED) if status in found), BLOCKED)
+    order = (FAILED, INTERRUPTED, TIMEOUT, BLOCKED, PASSED)
+    return next((status for status in order if status in found), BLOCKED)
 
 
 def portable(text: str, scratch: str | None = None) -> str:
@@ -285,80 +338,3 @@ def shortened(text: str) -> str:
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:300] if lines else "no output"
-
-
-def source_hashes() -> dict[str, str]:
-    """SHA-256 of every file that decides what was run, by its path in the repository."""
-    files = [ROOT / "pyproject.toml", ROOT / "CMakeLists.txt"]
-    for folder in SOURCE_FOLDERS:
-        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in SOURCE_SUFFIXES and path.is_file()]
-    results = ROOT / "benchmarks" / "results"
-    return {
-        path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(files)
-        if results not in path.parents
-    }
-
-
-def git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-class Report:
-    """The JSON file of one call of the runner; written anew after each task, so that a killed run leaves its part.
-
-    Args:
-        path: where to write.
-        found: the probe's answer.
-        command: the runner's command line.
-        options: its options.
-    """
-
-    def __init__(self, path: Path, found: Mapping[str, Any], command: list[str], options: Mapping[str, Any]) -> None:
-        self._path = path
-        self._outcomes: list[Outcome] = []
-        uncommitted = git("status", "--porcelain", "--untracked-files=no")
-        self._head = {
-            "format": FORMAT,
-            "what": "a run of tools/run_adamw_regressions.py",
-            "environment": {
-                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "command": " ".join(["python", *map(portable, command)]),
-                "commit": git("rev-parse", "HEAD"),
-                "uncommitted changes": None if uncommitted is None else bool(uncommitted),
-                **found["environment"],
-            },
-            "missing": {tool: portable(reason) for tool, reason in found["missing"].items() if reason is not None},
-            "options": dict(options),
-            "sources": source_hashes(),
-        }
-
-    @property
-    def status(self) -> str:
-        return worst(outcome.status for outcome in self._outcomes)
-
-    @property
-    def outcomes(self) -> list[Outcome]:
-        return self._outcomes
-
-    def add(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome)
-        self.write(complete=False)
-
-    def write(self, *, complete: bool) -> None:
-        gpu = self._head["environment"]["gpu"]
-        content = {
-            **self._head,
-            "complete": complete,
-            "status": self.status,
-            "runs": [row for outcome in self._outcomes for row in outcome.rows(gpu)],
-            "tasks": [outcome.as_dict() for outcome in self._outcomes],
-        }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_name(self._path.name + ".partial")
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, self._path)

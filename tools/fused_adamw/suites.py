@@ -76,10 +76,12 @@ def reference(choice: Choice) -> list[Task]:
 
 def host(choice: Choice) -> list[Task]:
     """Everything that computes on the CPU for its users."""
+    commands = {name: tests(files) for name, files in HOST.items()}
+    commands["PyTorch fixtures"] = (*tests("fixtures"), "-k", "not simulator")
     return [
-        Task("host", name, pytest(*LENIENT, *tests(files)), compiler="cpu", needs=("operator", "pytest"), pytest=True,
+        Task("host", name, pytest(*LENIENT, *words), compiler="cpu", needs=("operator", "pytest"), pytest=True,
              may_skip=MACHINE)
-        for name, files in HOST.items()
+        for name, words in commands.items()
     ]  # fmt: skip
 
 
@@ -107,7 +109,7 @@ def simulate(choice: Choice) -> list[Task]:
     tasks = []
     if "nvrtc" in choice.compilers:
         # The statistics tests include the check that a deleted barrier is noticed.
-        files = tests("nvrtc nvrtc_statistics capturable")
+        files = tests("nvrtc nvrtc_statistics capturable fixtures")
         tasks.append(Task("simulate", "simulation: CUDA source on the host simulator", pytest(*files),
                           "simulation on a CPU", "nvrtc", needs=("operator", "simulator", "pytest"), pytest=True,
                           simulation=True))  # fmt: skip
@@ -129,8 +131,8 @@ def cuda(choice: Choice) -> list[Task]:
     files = pytest(*LENIENT, *tests("cuda cuda_optimizer"))
     return [
         Task("cuda", name, (*files, "-k", " and ".join([*chosen, *other_dtypes])), "cuda", compiler, choice.dtype,
-             {"TRITON_INTERPRET": None, "RUDA_PTX_VERSION": None}, ("operator", "pytest", *backends), gpu=True,
-             pytest=True, may_skip=(r"GiB of free device memory",))
+             {"TRITON_INTERPRET": None}, ("operator", "pytest", *backends), gpu=True, pytest=True,
+             may_skip=(r"GiB of free device memory",))
         for compiler, name, chosen, backends in runs
     ]  # fmt: skip
 
@@ -149,9 +151,9 @@ def bench(choice: Choice) -> list[Task]:
         words += [] if compiler == "cpu" else ["--compiler", compiler]
         if choice.bench_output is not None:
             words += ["--output", f"{choice.bench_output}-{name}.json"]
-        needs = ("operator",) if compiler == "cpu" else ("operator", "gpu", compiler)
+        needs = ("operator",) if compiler == "cpu" else ("operator", compiler)
         tasks.append(Task("bench", f"fused against others, {name}", python(*words), choice.device, compiler, dtype,
-                          {"TRITON_INTERPRET": None}, needs))  # fmt: skip
+                          {"TRITON_INTERPRET": None}, needs, gpu=compiler != "cpu"))  # fmt: skip
     return tasks
 
 
