@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import protocol
 from contestants import PEERS, Contestant
+from shared_data import Data
 
 if TYPE_CHECKING:
     import torch
@@ -14,18 +15,31 @@ if TYPE_CHECKING:
 
 
 def compare(
-    workload: Workload, variant: Variant, peer: str, device: torch.device, settings: protocol.Settings
+    workload: Workload,
+    variant: Variant,
+    peer: str,
+    device: torch.device,
+    settings: protocol.Settings,
+    *,
+    ours: str = "ours",
+    gradient_dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """One cell of the table. A peer that cannot run, or is wrong, gives its reason instead of numbers."""
+    """One cell of the table. A peer that cannot run, or is wrong, gives its reason instead of numbers.
+
+    Args:
+        ours: who stands on our side, by its name in ``PEERS``; any but the class is named in the result.
+        gradient_dtype: default: that of the parameters.
+    """
     entry: dict[str, Any] = {"workload": workload.name, "variant": variant.name, "peer": peer}
-    obstacle = PEERS[peer].obstacle(variant, device)
-    if obstacle is not None:
-        return {**entry, "status": "not run", "reason": obstacle}
+    entry |= {} if ours == "ours" else {"ours": ours}
+    for name in (ours, peer):
+        obstacle = PEERS[name].obstacle(variant, device)
+        if obstacle is not None:
+            return {**entry, "status": "not run", "reason": obstacle}
     try:
-        data = protocol.Data(workload, variant, device)
-        ours = Contestant(PEERS["ours"], data, variant)
-        other = Contestant(PEERS[peer], data, variant)
-        result = protocol.measure(ours, other, data, settings)
+        data = Data(workload, variant, device, gradient_dtype)
+        own, other = (Contestant(PEERS[name], data, variant) for name in (ours, peer))
+        result = protocol.measure(own, other, data, settings)
     except protocol.Mismatch as error:
         return {**entry, "status": "mismatch", "reason": str(error)}
     except Exception as error:  # noqa: BLE001 - a peer may fail in any way of its own, and the others go on

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ruda_torch
+from out_of_place import OutOfPlaceAdamW
+from ruda_optim.fused_adamw import AdamWOptions, GradientGuardOptions
 from staged import StagedAdamW
 from workloads import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from protocol import Data
+    from shared_data import Data
     from workloads import Variant
 
 HYPERPARAMETERS: dict[str, Any] = {
@@ -41,7 +43,8 @@ class Peer:
         make: ``(parameters, variant) -> optimizer``.
         moments: state keys under our names.
         amsgrad: it has AMSGrad.
-        update_only: it is no full optimizer: no clipping, scaling or casting around it.
+        bare: it is no optimizer of torch's kind, which could be scaled or have masters beside it.
+        clips: by itself, inside its step.
         devices: torch device types it runs on.
         fp32_coefficients: it forms 1 - beta or 1 - beta^t in FP32, which the tolerance must allow for.
         debiased: its moments are stored divided by 1 - beta^t.
@@ -53,7 +56,8 @@ class Peer:
     make: Callable[[list[Tensor], Variant], Any]
     moments: dict[str, str]
     amsgrad: bool = False
-    update_only: bool = False
+    bare: bool = False
+    clips: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
     fp32_coefficients: bool = False
     debiased: bool = False
@@ -64,8 +68,8 @@ class Peer:
             return f"does not run on {device.type}"
         if variant.amsgrad and not self.amsgrad:
             return "has no AMSGrad"
-        if self.update_only and (variant.half or variant.max_norm is not None):
-            return "serves the plain update only"
+        if self.bare and (variant.half or variant.scale is not None):
+            return "takes FP32 parameters and no loss scale"
         if importlib.util.find_spec(self.module) is None:
             return f"{self.module} is not installed (see benchmarks/requirements.txt)"
         return None
@@ -74,8 +78,15 @@ class Peer:
 def _ours(parameters: list[Tensor], variant: Variant) -> Any:
     return ruda_torch.AdamW(
         parameters, **HYPERPARAMETERS, amsgrad=variant.amsgrad, fused_step=True, max_grad_norm=variant.max_norm,
-        check_finite=variant.check_finite,
+        check_finite=variant.check_finite, **({"split_master": False} if variant.half else {}),
     )  # fmt: skip
+
+
+def _functional(parameters: list[Tensor], variant: Variant) -> OutOfPlaceAdamW:
+    beta1, beta2 = BETAS
+    options = AdamWOptions(LEARNING_RATE, beta1, beta2, EPSILON, WEIGHT_DECAY, variant.amsgrad)
+    guard = GradientGuardOptions(variant.max_norm) if variant.check_finite else None
+    return OutOfPlaceAdamW(parameters, options, guard)
 
 
 def _torch(**implementation: bool) -> Callable[[list[Tensor], Variant], Any]:
@@ -121,8 +132,11 @@ def _bitsandbytes(parameters: list[Tensor], variant: Variant) -> Any:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("ours", "ruda_torch.AdamW", "ruda_torch", _ours, MOMENTS, amsgrad=True),
+        Peer("ours", "ruda_torch.AdamW", "ruda_torch", _ours, MOMENTS, amsgrad=True, clips=True),
+        Peer("functional", "adamw_step, out of place", "ruda_optim", _functional, MOMENTS, amsgrad=True, bare=True,
+             clips=True),
         Peer("torch-fused", "torch fused", "torch", _torch(fused=True), MOMENTS, amsgrad=True),
+        Peer("torch-default", "torch default", "torch", _torch(), MOMENTS, amsgrad=True),
         Peer("torch-foreach", "torch foreach", "torch", _torch(foreach=True), MOMENTS, amsgrad=True),
         Peer("torch-loop", "torch for-loop", "torch", _torch(foreach=False, fused=False), MOMENTS, amsgrad=True),
         Peer("deepspeed", "DeepSpeedCPUAdam", "deepspeed", _deepspeed, MOMENTS, devices=("cpu",),
@@ -131,11 +145,11 @@ PEERS = {
         Peer("optimi", "optimi", "optimi", _optimi, MOMENTS, fp32_coefficients=True, debiased=True),
         Peer("bitsandbytes", "bitsandbytes", "bitsandbytes", _bitsandbytes,
              {"exp_avg": "state1", "exp_avg_sq": "state2"}, fp32_coefficients=True),
-        Peer("staged", "staged (compiled)", "torch", _staged(True), MOMENTS, amsgrad=True, update_only=True),
-        Peer("staged-eager", "staged (eager)", "torch", _staged(False), MOMENTS, amsgrad=True, update_only=True),
+        Peer("staged", "staged (compiled)", "torch", _staged(True), MOMENTS, amsgrad=True, bare=True),
+        Peer("staged-eager", "staged (eager)", "torch", _staged(False), MOMENTS, amsgrad=True, bare=True),
     )
 }  # fmt: skip
-DEFAULT_PEERS = tuple(name for name in PEERS if name not in ("ours", "staged-eager"))
+DEFAULT_PEERS = tuple(name for name in PEERS if name not in ("ours", "torch-default", "staged-eager"))
 
 
 class Contestant:
@@ -151,17 +165,18 @@ class Contestant:
         self.fp32_coefficients = peer.fp32_coefficients
         self.steps = 0
         self._peer, self._variant, self._gradients = peer, variant, data.gradients
-        self._inside = peer.name == "ours"
+        self._inside = peer.clips
+        self._ours = peer.name == "ours"
         self._model = data.parameters()
         self._masters: list[Tensor] = self._model
-        if variant.half and not self._inside:
+        if variant.half and not self._ours:
             self._masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in self._model]
             for master in self._masters:
                 master.grad = torch.empty_like(master)
         self.optimizer = peer.make(self._masters, variant)
         self._scaler = None
         if variant.scale is not None:
-            scaler = ruda_torch.GradScaler if self._inside else torch.amp.GradScaler
+            scaler = ruda_torch.GradScaler if self._ours else torch.amp.GradScaler
             self._scaler = scaler(data.device.type, init_scale=variant.scale, growth_interval=10**9)
             self._scaler.scale(torch.ones((), device=data.device))  # makes the scale, which a training loop's loss does
         self._norm: Tensor | None = None
@@ -210,9 +225,7 @@ class Contestant:
                 torch._foreach_div_(memory, 1 - beta**self.steps)
 
     def _memory(self) -> dict[str, list[Tensor]]:
-        if (
-            self._inside
-        ):  # what a checkpoint does; asking for .state would make later steps compare it (see AdamW.state)
+        if self._ours:  # what a checkpoint does; asking for .state would make later steps compare it (see AdamW.state)
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             state = dict(zip(parameters, self.optimizer.state_dict()["state"].values(), strict=True))
         else:
@@ -225,6 +238,6 @@ class Contestant:
         found["parameter"] = [parameter.detach() for parameter in self._masters]
         if self._variant.half:
             found["copy"] = [parameter.detach() for parameter in self._model]
-            if self._inside:
+            if self._ours:
                 found["parameter"] = [state[parameter]["master"] for parameter in self._model]
         return found

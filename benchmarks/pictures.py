@@ -58,8 +58,8 @@ def _ratios(found: dict[str, Any], measured: list[dict[str, Any]], path: pathlib
         axis.set_title(found["workloads"][workload]["title"], loc="left", fontsize=10)
         axis.margins(y=0.15)
     bars = [plt.Rectangle((0, 0), 1, 1, color=colours[peer]) for peer in peers]
-    figure.legend(bars, [found["peers"][peer] for peer in peers], ncol=len(peers), loc="lower center", fontsize=8,
-                  bbox_to_anchor=(0.5, 1.0), frameon=False)  # fmt: skip
+    figure.legend(bars, [found["peers"][peer] for peer in peers], ncol=min(len(peers), 6), loc="lower center",
+                  fontsize=8, bbox_to_anchor=(0.5, 1.0), frameon=False)  # fmt: skip
     figure.suptitle(f"Whole optimizer step, {_machine(found)}; above 1: ours is faster", fontsize=9, y=0.0, va="top")
     figure.tight_layout()
     figure.savefig(path, **FORMAT)

@@ -11,7 +11,6 @@ import gc
 import statistics
 import time
 from dataclasses import asdict, dataclass, field
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from contestants import Contestant
-    from workloads import Variant, Workload
+    from shared_data import Data
+    from workloads import Variant
 
 U = 2.0**-24  # FP32 unit roundoff
 TINY = 2.0**-126  # below it FP32 products lose precision
@@ -38,58 +38,13 @@ class Mismatch(AssertionError):
     """Two optimizers disagree by more than rounding can explain, so neither time is worth anything."""
 
 
-class Data:
-    """The tensors that both sides share: shapes, initial parameter values and this step's gradients.
-
-    Args:
-        gradient_dtype: default: BF16 for a half variant, else FP32.
-    """
-
-    def __init__(
-        self, workload: Workload, variant: Variant, device: torch.device, gradient_dtype: torch.dtype | None = None
-    ) -> None:
-        self.workload, self.variant, self.device = workload, variant, device
-        self.gradient_dtype = gradient_dtype or (torch.bfloat16 if variant.half else torch.float32)
-        self._generator = torch.Generator(device).manual_seed(1)
-        self.source = torch.empty(workload.elements, dtype=self.gradient_dtype, device=device)
-        self._views = self._split(self.source)
-        self.gradients = [torch.empty_like(view, memory_format=torch.contiguous_format) for view in self._views]
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """New parameters, each with memory of its own; the same values at every call."""
-        generator = torch.Generator(self.device).manual_seed(0)
-        values = torch.empty(self.workload.elements, device=self.device).normal_(0, 0.02, generator=generator)
-        dtype = torch.bfloat16 if self.variant.half else torch.float32
-        made = []
-        for value, gradient in zip(self._split(values), self.gradients, strict=True):
-            parameter = torch.nn.Parameter(torch.empty(value.shape, dtype=dtype, device=self.device))
-            parameter.data.copy_(value)
-            if gradient.dtype is not dtype:
-                parameter.grad_dtype = gradient.dtype
-            parameter.grad = gradient
-            made.append(parameter)
-        return made
-
-    def draw(self) -> None:
-        """Fresh gradients: normal, standard deviation 0.01, multiplied by the variant's scale."""
-        self.source.normal_(0, 0.01 * (self.variant.scale or 1.0), generator=self._generator)
-
-    def restore(self) -> None:
-        """The gradients as drawn, whatever a step made of them."""
-        torch._foreach_copy_(self.gradients, self._views)
-
-    def _split(self, flat: Tensor) -> list[Tensor]:
-        sizes = [prod(shape) for shape in self.workload.shapes]
-        return [part.view(shape) for part, shape in zip(flat.split(sizes), self.workload.shapes, strict=True)]
-
-
 @dataclass(frozen=True)
 class Settings:
     """How much to measure.
 
     Attributes:
         rounds: kept rounds wanted; at most three times as many are tried.
-        steps: steps per round; None: as many as fill half a second, at most ten.
+        steps: steps per round; None: as many as fill half a second, at most ten, or 200 of steps under a millisecond.
         max_foreign_load: a round is dropped when other processes used more than this share of all CPU time during it;
             None keeps every round.
     """
@@ -115,12 +70,14 @@ class Result:
     """All rounds of one comparison.
 
     Attributes:
+        bytes_per_element: what each step must move at least.
         worst: per array, the largest difference seen, as a share of the tolerance.
         norm_difference: largest relative difference of the two gradient norms; 0 without clipping.
     """
 
     variant: Variant
     elements: int
+    bytes_per_element: int
     steps: int
     rounds: list[Round] = field(default_factory=list)
     worst: dict[str, float] = field(default_factory=dict)
@@ -133,6 +90,7 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         kept = self.kept
         found: dict[str, Any] = {
+            "bytes per element": self.bytes_per_element,
             "steps per round": self.steps,
             "rounds kept": len(kept),
             "rounds dropped": len(self.rounds) - len(kept),
@@ -152,7 +110,7 @@ class Result:
 
     def limit_ms(self, round_: Round) -> float:
         """The time that the least possible traffic takes at the stream rate of the same round."""
-        return self.variant.bytes_per_element * self.elements / (round_.stream_gb_s * 1e6)
+        return self.bytes_per_element * self.elements / (round_.stream_gb_s * 1e6)
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
@@ -209,8 +167,10 @@ def measure(ours: Contestant, peer: Contestant, data: Data, settings: Settings) 
             data.restore()
             last = timed_step(contestant, data.device)
         warm_ms += last
-    steps = settings.steps or max(1, min(10, round(500 / warm_ms)))
-    result = Result(data.variant, data.workload.elements, steps)
+    most = 10 if warm_ms > 2 else 200  # a single step of 50 us tells nothing
+    steps = settings.steps or max(1, min(most, round(500 / warm_ms)))
+    bytes_per_element = data.variant.bytes_with(data.gradient_dtype.itemsize)
+    result = Result(data.variant, data.workload.elements, bytes_per_element, steps)
     buffer = torch.ones(min(data.workload.elements, 2**26), device=data.device) if data.workload.streams else None
     load = ForeignLoad()
     order = [ours, peer]

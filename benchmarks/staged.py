@@ -1,22 +1,18 @@
 """The staged baseline: AdamW as four kernels per tensor (five with AMSGrad), for benchmarks only.
 
 Each stage is a plain torch expression that torch.compile turns into one kernel: first moment, second moment, [maximum,]
-denominator, parameter. They move 12 + 12 [+ 12] + 8 + 16 bytes per element, 48 in all, 60 with AMSGrad; the fused step
-moves 28 and 36.
+denominator, parameter. With gradients of g bytes they move (8 + g) + (8 + g) [+ 12] + 8 + 16 bytes per element: 48 in
+FP32, 60 with AMSGrad, 4 less in BF16; the fused step moves 28 and 36, and 2 less.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from torch import Tensor
 
@@ -66,7 +62,6 @@ class StagedAdamW:
     ) -> None:
         self._parameters = list(params)
         self._lr, self._betas, self._epsilon, self._decay = lr, betas, eps, weight_decay
-        self._amsgrad = amsgrad
         self._steps = 0
         self._stages = [torch.compile(stage, fullgraph=True, dynamic=True) if compiled else stage for stage in STAGES]
         largest = max(parameter.numel() for parameter in self._parameters)
@@ -105,94 +100,7 @@ class StagedAdamW:
             denominator(scratch, v, inverse_bias2, epsilon)
             update(p, m, scratch, decay, rate)
 
-
-@contextlib.contextmanager
-def cuda_compiler(name: str | None) -> Iterator[None]:
-    """Choose the compiler of our CUDA kernels for a while; None leaves the choice as it is."""
-    variable = "RUDA_CUDA_COMPILER"
-    before = os.environ.get(variable)
-    if name is not None:
-        os.environ[variable] = name
-    try:
-        yield
-    finally:
-        if name is not None:
-            os.environ.pop(variable)
-            if before is not None:
-                os.environ[variable] = before
-
-
-def bench(
-    device: str | torch.device,
-    *,
-    elements: int = 2**24,
-    dtype: str = "float32",
-    amsgrad: bool = False,
-    compiler: str | None = None,
-    iterations: int = 20,
-    samples: int = 7,
-    compiled: bool = True,
-    max_foreign_load: float | None = None,
-) -> dict[str, Any]:
-    """The fused step against the staged baseline on one tensor.
-
-    Args:
-        device: where to run.
-        elements: size of the tensor.
-        dtype: of the gradient (``float32``, ``float16`` or ``bfloat16``); parameter and moments are FP32.
-        amsgrad: five stages instead of four.
-        compiler: ``nvrtc`` or ``ptx`` on NVIDIA; None: the default.
-        iterations: steps per sample; results are compared after every one of them.
-        samples: measured rounds.
-        compiled: see :class:`StagedAdamW`.
-        max_foreign_load: drop rounds in which other processes used more than this share of the CPUs.
-
-    Returns:
-        Plain values: the environment, the arguments, and per variant the median, minimum and maximum of wall
-        milliseconds per step, with all rounds.
-
-    Raises:
-        protocol.Mismatch: the two disagree by more than rounding can explain.
-    """
-    import environment
-    import protocol
-    from contestants import PEERS, Contestant
-    from workloads import Variant, Workload
-
-    device = torch.device(device)
-    variant = Variant("amsgrad" if amsgrad else "plain", "staged baseline", 36 if amsgrad else 28, amsgrad=amsgrad)
-    workload = Workload("bench", f"one tensor of {elements}", ((elements,),), streams=elements >= 2**24)
-    with cuda_compiler(compiler):
-        data = protocol.Data(workload, variant, device, gradient_dtype=getattr(torch, dtype))
-        pair = (
-            Contestant(PEERS["ours"], data, variant),
-            Contestant(PEERS["staged" if compiled else "staged-eager"], data, variant),
-        )
-        settings = protocol.Settings(rounds=samples, steps=iterations, max_foreign_load=max_foreign_load)
-        result = protocol.measure(*pair, data, settings)
-    return {
-        "environment": environment.describe(device, environment.command_line("staged.py")),
-        "arguments": {"elements": elements, "dtype": dtype, "amsgrad": amsgrad, "compiler": compiler,
-                      "iterations": iterations, "samples": samples, "compiled": compiled},
-        "launches per tensor": {"fused": 1, "staged": 4 + amsgrad},
-        "bytes per element": {"fused": 36 if amsgrad else 28, "staged": 60 if amsgrad else 48},
-        "fused": protocol.spread([r.ours_ms for r in result.kept]),
-        "staged": protocol.spread([r.peer_ms for r in result.kept]),
-        **result.as_dict(),
-    }  # fmt: skip
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The fused step against the staged baseline, as JSON.")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--elements", type=int, default=2**24)
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
-    parser.add_argument("--amsgrad", action="store_true")
-    parser.add_argument("--compiler", choices=("nvrtc", "ptx"))
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--samples", type=int, default=7)
-    print(json.dumps(bench(**vars(parser.parse_args())), indent=1))
-
-
-if __name__ == "__main__":
-    main()
+    @staticmethod
+    def bytes_per_element(gradient_bytes: int, *, amsgrad: bool) -> int:
+        """What the stages read and write, with gradients of so many bytes."""
+        return 40 + 12 * amsgrad + 2 * gradient_bytes

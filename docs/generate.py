@@ -213,6 +213,8 @@ How a measurement is made:
   computes something else is not timed.
 - A row is the whole `step()`: what lies between `backward()` and the next forward pass. For a peer that includes the
   `clip_grad_norm_`, the unscaling and the copies to FP32 masters which it needs around its step.
+- "adamw_step, out of place" is our own functional API, which makes new parameters and moments at every step: one call
+  per tensor, or `guarded_adamw_step` for all of them where the step checks or clips.
 - Rounds in which other processes used the machine are dropped and counted in the file.
 - A ratio above 1 means that ours took less time. Beside the median stand the 20th and 80th percentiles, or the extremes
   where few rounds were made. Ratios come from pairs of the same round; absolute times of different

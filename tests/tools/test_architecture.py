@@ -134,6 +134,18 @@ def imported_modules(path: pathlib.Path) -> list[str]:
     return names
 
 
+@pytest.mark.parametrize("folder", ["tools/fused_adamw", "benchmarks"])
+def test_no_two_files_import_each_other(folder: str) -> None:
+    """Imports for type hints and inside of functions included."""
+    files = {path.stem: path for path in (ROOT / folder).glob("*.py")}
+    imports = {
+        name: {word for module in imported_modules(path) for word in module.split(".")[:2] if word in files} - {name}
+        for name, path in files.items()
+    }
+    assert sum(map(len, imports.values())) >= 5, "the census saw nothing"
+    assert not {frozenset((a, b)) for a, names in imports.items() for b in names if a in imports[b]}
+
+
 def test_src_imports_only_the_declared_dependencies() -> None:
     allowed = {*sys.stdlib_module_names, "numpy", "torch", "triton", "cuda", "ruda_optim", "ruda_torch"}
     foreign = {

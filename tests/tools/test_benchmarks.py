@@ -15,9 +15,12 @@ import torch
 import accuracy
 import contestants
 import protocol
-import staged
-from contestants import PEERS, Contestant
-from workloads import QUICK_WORKLOADS, VARIANTS, WORKLOADS, Workload, gpt2_shapes
+import run
+from comparison import compare
+from contestants import DEFAULT_PEERS, PEERS, Contestant
+from shared_data import Data
+from staged import StagedAdamW
+from workloads import QUICK_WORKLOADS, VARIANTS, WORKLOADS, Variant, Workload, gpt2_shapes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -25,14 +28,74 @@ SMALL = Workload("small", "small", ((3, 5), (7,), (64, 9), (16,)))
 ONE_ROUND = protocol.Settings(rounds=1, steps=2, max_foreign_load=None)
 
 
-def pair(peer: contestants.Peer, variant: str) -> tuple[Contestant, Contestant, protocol.Data]:
-    data = protocol.Data(SMALL, VARIANTS[variant], CPU)
+def pair(peer: contestants.Peer, variant: str) -> tuple[Contestant, Contestant, Data]:
+    data = Data(SMALL, VARIANTS[variant], CPU)
     return Contestant(PEERS["ours"], data, VARIANTS[variant]), Contestant(peer, data, VARIANTS[variant]), data
 
 
 def test_gpt2_has_the_published_number_of_parameters() -> None:
     assert len(gpt2_shapes()) == 148
     assert WORKLOADS["gpt2-124m"].elements == 124_439_808
+
+
+def test_ppo_has_the_parameters_of_a_small_policy_and_its_value() -> None:
+    """An observation of 8 numbers, 4 actions: two bodies of two layers of 64, and two heads."""
+    workload = WORKLOADS["ppo"]
+    assert len(workload.shapes) == 12
+    assert workload.elements == 2 * (8 * 64 + 64 + 64 * 64 + 64) + (4 * 64 + 4) + (64 + 1)
+    assert WORKLOADS["64"].elements == 64
+
+
+@pytest.mark.parametrize(
+    ("variant", "gradient_bytes", "ours", "staged"),
+    [
+        (Variant("", ""), 4, 28, 48),
+        (Variant("", "", amsgrad=True), 4, 36, 60),
+        (Variant("", ""), 2, 26, 44),
+        (Variant("", "", amsgrad=True), 2, 34, 56),
+        (Variant("", "", max_norm=1.0), 4, 32, None),
+        (Variant("", "", check_finite=True), 2, 28, None),
+        (Variant("", "", half=True), 2, 28, None),
+    ],
+)
+def test_bytes_per_element_follow_the_dtype_of_the_gradient(variant, gradient_bytes, ours, staged) -> None:
+    assert variant.bytes_with(gradient_bytes) == ours
+    if staged is not None:
+        assert StagedAdamW.bytes_per_element(gradient_bytes, amsgrad=variant.amsgrad) == staged
+
+
+def test_small_workloads_meet_torch_as_it_comes_and_fused() -> None:
+    for name in ("ppo", "64"):
+        workload = WORKLOADS[name]
+        assert set(workload.peers) == {"torch-default", "torch-fused", "functional"}
+        for variant in workload.variants:
+            for peer in workload.peers:
+                found = compare(workload, VARIANTS[variant], peer, CPU, ONE_ROUND)
+                assert found["status"] == "measured", found
+    assert "torch-default" not in DEFAULT_PEERS, "on a CPU it is the for-loop"
+
+
+@pytest.mark.parametrize(("step_ms", "steps"), [(0.05, 200), (5.0, 10), (50.0, 5), (1000.0, 1)])
+def test_a_round_of_small_steps_has_many(step_ms: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, peer, data = pair(PEERS["torch-loop"], "plain")
+    timed = protocol.timed_step
+    monkeypatch.setattr(protocol, "timed_step", lambda *sides: (timed(*sides), step_ms)[1])
+    settings = protocol.Settings(rounds=1, max_foreign_load=None)
+    assert protocol.measure(ours, peer, data, settings).as_dict()["steps per round"] == steps
+
+
+@pytest.mark.parametrize(
+    ("words", "count"), [(["--variant", "clip", "--peer", "torch-default"], 1), ([], 9)], ids=["chosen", "its own"]
+)
+def test_selected_cells_and_no_others_are_run(words: list[str], count: int, tmp_path: pathlib.Path) -> None:
+    assert run.main(["--quick", "--output", str(tmp_path), "--workload", "64", *words]) == 0
+    found = json.loads((tmp_path / "quick.json").read_text(encoding="utf-8"))
+    cells = {(entry["workload"], entry["variant"], entry["peer"]) for entry in found["comparisons"]}
+    assert len(cells) == len(found["comparisons"]) == count
+    assert ("64", "clip", "torch-default") in cells
+    assert set(found["variants"]) == {variant for _, variant, _ in cells}
+    assert set(found["peers"]) == {"ours"} | {peer for _, _, peer in cells}
+    assert (tmp_path / "quick-ratios.png").stat().st_size > 1000
 
 
 def test_quick_run_writes_table_json_and_pictures(tmp_path: pathlib.Path) -> None:
@@ -45,9 +108,9 @@ def test_quick_run_writes_table_json_and_pictures(tmp_path: pathlib.Path) -> Non
     cells = {(entry["workload"], entry["variant"], entry["peer"]): entry for entry in found["comparisons"]}
     assert len(cells) == len(QUICK_WORKLOADS) * len(VARIANTS) * 2
     for (_, variant, peer), entry in cells.items():
-        if peer == "staged-eager" and variant not in ("plain", "checked", "amsgrad"):
+        if peer == "staged-eager" and variant not in ("plain", "checked", "amsgrad", "clip"):
             assert entry["status"] == "not run"
-            assert "plain update only" in entry["reason"]
+            assert "takes FP32 parameters and no loss scale" in entry["reason"]
             continue
         assert entry["status"] == "measured", entry
         assert entry["rounds kept"] == len(entry["rounds"]) == 2
@@ -133,12 +196,37 @@ def test_a_missing_peer_is_named_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_staged_baseline_agrees_with_the_fused_step(dtype: str, amsgrad: bool) -> None:
-    found = staged.bench("cpu", elements=5000, dtype=dtype, amsgrad=amsgrad, iterations=3, samples=2, compiled=False)
-    assert found["rounds kept"] == 2
-    assert found["staged"]["min"] > 0
-    assert found["launches per tensor"]["staged"] == (5 if amsgrad else 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("ours", "peer"), [("ours", "staged-eager"), ("functional", "staged-eager"), ("ours", "functional")]
+)
+def test_staged_baseline_and_functional_step_agree_with_the_class(ours, peer, dtype, amsgrad) -> None:
+    variant = Variant("update", "", amsgrad=amsgrad)
+    found = compare(SMALL, variant, peer, CPU, ONE_ROUND, ours=ours, gradient_dtype=dtype)
+    assert found["status"] == "measured", found
+    assert found["bytes per element"] == 24 + 8 * amsgrad + dtype.itemsize
+    assert found.get("ours", "ours") == ours
+
+
+@pytest.mark.parametrize("variant", ["checked", "clip"])
+def test_guarded_step_agrees_with_the_class_and_with_torch(variant: str) -> None:
+    assert compare(SMALL, VARIANTS[variant], "functional", CPU, ONE_ROUND)["status"] == "measured"
+    found = compare(SMALL, VARIANTS[variant], "torch-loop", CPU, ONE_ROUND, ours="functional")
+    assert found["status"] == "measured", found
+    scaled = compare(SMALL, VARIANTS["unscale-clip"], "functional", CPU, ONE_ROUND)
+    assert (scaled["status"], scaled["reason"]) == ("not run", "takes FP32 parameters and no loss scale")
+
+
+def test_the_functional_step_allocates_what_it_returns() -> None:
+    data = Data(SMALL, VARIANTS["clip"], CPU)
+    contestant = Contestant(PEERS["functional"], data, VARIANTS["clip"])
+    data.draw(), data.restore()
+    contestant.step()
+    before = [tensor.data_ptr() for tensors in contestant.fields().values() for tensor in tensors]
+    kept = contestant.fields()  # keeps their memory from being used again
+    contestant.step()
+    after = [tensor.data_ptr() for tensors in contestant.fields().values() for tensor in tensors]
+    assert not set(before) & set(after), kept
 
 
 def test_accuracy_is_measured_against_fp64(tmp_path: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""The suite ``bench``: our whole step against the staged baseline and against torch's fused AdamW, on one device.
+"""The suite ``bench``: our step, in place and out of place, against the staged baseline and torch's fused AdamW.
 
     python tools/fused_adamw/bench.py --device cpu --elements 1048576 --output FILE
 
@@ -10,6 +10,7 @@ host's time per step. The output has the form that benchmarks/run.py writes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -26,16 +27,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import environment
 import protocol
 import ruda_torch
-import staged
 from comparison import compare
 from contestants import HYPERPARAMETERS, PEERS, Contestant
 from fused_adamw.execute import DTYPE_NAMES, portable
 from fused_adamw.probe import smi
 from ruda_optim.fused_adamw import storage
+from shared_data import Data
+from staged import StagedAdamW
 from workloads import MAX_NORM, VARIANTS, WORKLOADS, Variant, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 PEER = "torch-fused"
@@ -68,37 +70,40 @@ def backend_of(device: torch.device, compiler: str | None) -> str:
     return name
 
 
+@contextlib.contextmanager
+def cuda_compiler(name: str | None) -> Iterator[None]:
+    """Choose the compiler of our CUDA kernels for a while; None leaves the choice as it is."""
+    variable = "RUDA_CUDA_COMPILER"
+    before = os.environ.get(variable)
+    if name is not None:
+        os.environ[variable] = name
+    try:
+        yield
+    finally:
+        if name is not None:
+            os.environ.pop(variable)
+            if before is not None:
+                os.environ[variable] = before
+
+
 def variants_of(dtype: str, *, amsgrad: bool) -> list[Variant]:
     """Without and with clipping. ``bf16``: BF16 parameters with FP32 masters; torch's fused step has no mixed form."""
     found = [VARIANTS[name] for name in (("bf16", "bf16-clip") if dtype == "bf16" else ("plain", "clip"))]
     if not amsgrad:
         return found
     return [
-        dataclasses.replace(variant, name=f"{variant.name}-amsgrad", title=f"{variant.title}, AMSGrad", amsgrad=True,
-                            bytes_per_element=variant.bytes_per_element + 8)
+        dataclasses.replace(variant, name=f"{variant.name}-amsgrad", title=f"{variant.title}, AMSGrad", amsgrad=True)
         for variant in found
-    ]  # fmt: skip
+    ]
 
 
-def staged_comparison(arguments: argparse.Namespace, workload: Workload, variant: Variant) -> dict[str, Any]:
-    """The staged baseline: the plain update alone, with a gradient of any dtype."""
-    entry = {"workload": workload.name, "variant": variant.name, "peer": "staged"}
-    try:
-        found = staged.bench(
-            arguments.device,
-            elements=arguments.elements,
-            dtype=DTYPES[arguments.dtype],
-            amsgrad=arguments.amsgrad,
-            compiler=arguments.compiler,
-            iterations=arguments.iterations,
-            samples=arguments.samples,
-        )
-    except protocol.Mismatch as error:
-        return {**entry, "status": "mismatch", "reason": str(error)}
-    except Exception as error:  # noqa: BLE001 - the baseline's compiler may fail in any way; the other pairs go on
-        return {**entry, "status": "failed", "reason": f"{type(error).__name__}: {error}"}
-    kept = {key: value for key, value in found.items() if key not in ("environment", "arguments", "fused", "staged")}
-    return {**entry, "status": "measured", **kept}
+def functional_variants(dtype: str, *, amsgrad: bool) -> tuple[Variant, Variant]:
+    """FP32 parameters with a gradient of any dtype: the plain update, and the guarded one with clipping."""
+    suffix = f"{dtype} gradient{', AMSGrad' * amsgrad}"
+    return (
+        Variant("update", f"plain update, {suffix}", amsgrad=amsgrad),
+        Variant("guarded", f"clip to norm 1, {suffix}", amsgrad=amsgrad, max_norm=MAX_NORM, check_finite=True),
+    )
 
 
 def comparisons(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -108,10 +113,16 @@ def comparisons(arguments: argparse.Namespace, device: torch.device) -> dict[str
     plan = [(tensor, arguments.iterations)]
     if device.type != "cpu":
         plan.append((WORKLOADS["gpt2-124m"], min(arguments.iterations, GPT2_STEPS)))
+    dtype = getattr(torch, DTYPES[arguments.dtype])
+    settings = protocol.Settings(rounds=arguments.samples, steps=arguments.iterations, max_foreign_load=None)
+    entries = []
+    functional = functional_variants(arguments.dtype, amsgrad=arguments.amsgrad)
+    for variant in functional:
+        for ours, peer in (("ours", "staged"), ("functional", "staged"), ("ours", "functional")):
+            if peer == "staged" and variant.max_norm is not None and dtype is not torch.float32:
+                continue  # clip_grad_norm_ of half gradients rounds the norm to their dtype: another result
+            entries.append(compare(tensor, variant, peer, device, settings, ours=ours, gradient_dtype=dtype))
     variants = variants_of(arguments.dtype, amsgrad=arguments.amsgrad)
-    update = Variant("staged-update", f"plain update, {arguments.dtype} gradient{', AMSGrad' * arguments.amsgrad}",
-                     36 if arguments.amsgrad else 28, amsgrad=arguments.amsgrad)  # fmt: skip
-    entries = [staged_comparison(arguments, tensor, update)]
     for workload, steps in plan:
         for variant in variants:
             if arguments.dtype == "fp16":
@@ -119,12 +130,14 @@ def comparisons(arguments: argparse.Namespace, device: torch.device) -> dict[str
                 entries.append({"workload": workload.name, "variant": variant.name, "peer": PEER, "status": "not run",
                                 "reason": reason})  # fmt: skip
                 continue
-            settings = protocol.Settings(rounds=arguments.samples, steps=steps, max_foreign_load=None)
-            entries.append(compare(workload, variant, PEER, device, settings))
+            entries.append(compare(workload, variant, PEER, device, dataclasses.replace(settings, steps=steps)))
+    size = dtype.itemsize
+    sizes = {v.name: {"title": v.title, "bytes per element": v.bytes_with(size)} for v in (*functional, *variants)}
     return {
         "workloads": {w.name: {"title": w.title, "elements": w.elements} for w, _ in plan},
-        "variants": {v.name: {"title": v.title, "bytes per element": v.bytes_per_element} for v in (update, *variants)},
-        "peers": {name: PEERS[name].title for name in ("ours", "staged", PEER)},
+        "variants": sizes,
+        "peers": {name: PEERS[name].title for name in ("ours", "functional", "staged", PEER)},
+        "staged bytes per element": StagedAdamW.bytes_per_element(size, amsgrad=arguments.amsgrad),
         "comparisons": entries,
     }
 
@@ -152,7 +165,7 @@ def device_ms(call: Callable[[], object], samples: int) -> dict[str, float] | No
 def bandwidth(device: torch.device, samples: int) -> dict[str, Any]:
     """GB/s of the update of 1 GiB of parameters, and of a copy of 1 GiB; bytes read and written both count."""
     variant = VARIANTS["plain"]
-    data = protocol.Data(GIB_OF_PARAMETERS, variant, device)
+    data = Data(GIB_OF_PARAMETERS, variant, device)
     ours, peer = (Contestant(PEERS[name], data, variant) for name in ("ours", PEER))
     protocol.measure(ours, peer, data, protocol.Settings(rounds=1, steps=2, max_foreign_load=None))  # it is right
     elements = GIB_OF_PARAMETERS.elements
@@ -182,7 +195,7 @@ def host_us(step: Callable[[], object]) -> dict[str, float] | None:
     return protocol.spread(found)
 
 
-def capturable_step(data: protocol.Data) -> Callable[[], object]:
+def capturable_step(data: Data) -> Callable[[], object]:
     """Our step that leaves the decision to the device, with clipping."""
     return ruda_torch.AdamW(
         data.parameters(), **HYPERPARAMETERS, fused_step=True, max_grad_norm=MAX_NORM, capturable=True
@@ -198,7 +211,7 @@ def host_times(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for workload, names in ((WORKLOADS["gpt2-124m"], ("plain",)), (SMALL, ("plain", "clip"))):
         for name in names:
-            data = protocol.Data(workload, VARIANTS[name], device)
+            data = Data(workload, VARIANTS[name], device)
             data.draw()
             data.restore()
             sides = {side: Contestant(PEERS[side], data, VARIANTS[name]).step for side in ("ours", PEER)}
@@ -224,7 +237,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     """The result for people."""
     told = []
     for entry in found["comparisons"]:
-        title = f"{entry['workload']}, {entry['variant']}, {found['peers'][entry['peer']]}"
+        own, peer = (found["peers"][entry.get(side, side)] for side in ("ours", "peer"))
+        title = f"{entry['workload']}, {entry['variant']}, {own} against {peer}"
         if entry["status"] != "measured":
             told.append(f"{title}: {entry['status']}: {entry['reason']}")
             continue
@@ -255,7 +269,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the JSON here; default: print the lines only")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    with staged.cuda_compiler(arguments.compiler):
+    with cuda_compiler(arguments.compiler):
         backend = backend_of(device, arguments.compiler)
         about = environment.describe(device, sys.argv)
         about["command"] = portable(str(about["command"]))
