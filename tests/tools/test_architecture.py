@@ -29,6 +29,7 @@ OTHER_ROOTS = {
     f"{FUSED}/kernels/csrc/gradient_stats.h": "the same norm, where the device decides about clipping",
     "ruda_torch/adamw.py": "the L2 norms per parameter group",
     "ruda_torch/reduction.py": "the L2 norm over all ranks",
+    "ruda_torch/report.py": "the L2 norm of each parameter's gradient",
 }
 SQUARE_ROOT = re.compile(r"\w*(?<![a-z])r?sqrt(?:f|_rn|_)?\s*\(|__fsqrt|\*\*\s*\(?\s*0\.5|\.sqrt\b")
 # The step of a moment towards the gradient, coefficient * (g - m) or coefficient * (g * g - v); further,
