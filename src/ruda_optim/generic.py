@@ -115,11 +115,18 @@ class AdamW:
         v = config.beta2 * moments.second_moment + (1.0 - config.beta2) * (g * g)
         # The maximum of the uncorrected moments, corrected afterwards; torch.maximum lets NaN through.
         v_max = None if moments.max_second_moment is None else torch.maximum(moments.max_second_moment, v)
-        m_hat = m / (1.0 - config.beta1**t)
-        v_hat = (v if v_max is None else v_max) / (1.0 - config.beta2**t)
-        decayed = p * (1.0 - config.learning_rate * config.weight_decay)
-        p = decayed - config.learning_rate * m_hat / (v_hat.sqrt() + config.epsilon)
-        return p.to(parameter.dtype), Moments(t, m, v, v_max)
+        new = Moments(t, m, v, v_max)
+        p = p * (1.0 - config.learning_rate * config.weight_decay) - self.update(new)
+        return p.to(parameter.dtype), new
+
+    @torch.no_grad()
+    def update(self, moments: Moments) -> Tensor:
+        """What the step that left these moments took off the parameter, weight decay apart; their shape and dtype."""
+        config = self.config
+        v_used = moments.second_moment if moments.max_second_moment is None else moments.max_second_moment
+        m_hat = moments.first_moment / (1.0 - config.beta1**moments.step)
+        v_hat = v_used / (1.0 - config.beta2**moments.step)
+        return config.learning_rate * m_hat / (v_hat.sqrt() + config.epsilon)
 
 
 def _check(parameter: Tensor, gradient: Tensor, moments: Moments | None, amsgrad: bool) -> None:

@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+import ruda_torch
 from ruda_torch.report import (
     NAMED,
     SHOWN,
     Entry,
     GradientReport,
     ParameterGradient,
+    ParameterUpdate,
+    UpdateReport,
     gradient_report,
     next_warning,
     skip_warning,
+    update_report,
 )
 
 
@@ -152,3 +156,76 @@ def test_a_warning_names_the_parameters() -> None:
 
 def test_a_skip_that_somebody_else_asked_for_accuses_no_parameter() -> None:
     assert "found_inf reported" in skip_warning(reported([torch.ones(3)]), 2)
+
+
+# ---- updates ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, ruda_torch.AdamW], ids=["torch", "fused"])
+@pytest.mark.parametrize("amsgrad", [False, True], ids=["adamw", "amsgrad"])
+@pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)], ids=["float", "tensor"])
+def test_an_update_is_as_large_as_what_the_step_did(make: type, amsgrad: bool, lr: float | torch.Tensor) -> None:
+    torch.manual_seed(0)
+    parameters = [(f"p{n}", torch.nn.Parameter(torch.randn(n, 3))) for n in (1, 5, 40)]
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 1e-3, "betas": (0.5, 0.9), "eps": 1e-3}]
+    ours = {"fused_step": True} if make is ruda_torch.AdamW else {}
+    optimizer = make(groups, lr=lr, weight_decay=0.0, amsgrad=amsgrad, **ours)
+    for size in (10.0, 0.1, 1.0):
+        before = [parameter.detach().clone() for _, parameter in parameters]
+        for _, parameter in parameters:
+            parameter.grad = size * torch.randn_like(parameter)
+        optimizer.step()
+    report = update_report(optimizer)
+    assert [(line.name, line.group, line.index, line.elements) for line in report] == [
+        ("p1", 0, 0, 3),
+        ("p5", 0, 1, 15),
+        ("p40", 1, 0, 120),
+    ]
+    for line, (_, parameter), old in zip(report, parameters, before, strict=True):
+        moved = (parameter.detach() - old).double().norm()
+        # The difference of two parameters near 1 has an error of 2^-24 an element; lr is the typical update.
+        tolerance = 2**-24 * float(parameter.detach().abs().max()) * 4 / 1e-3
+        assert line.update == pytest.approx(float(moved), rel=tolerance)
+        assert line.parameter == pytest.approx(float(parameter.detach().double().norm()), rel=1e-6)
+        assert line.ratio == line.update / line.parameter
+
+
+def test_asking_for_updates_writes_nothing_and_skips_what_has_none() -> None:
+    used, unused = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+    optimizer = ruda_torch.AdamW([used, unused], fused_step=True)
+    assert str(update_report(optimizer)).startswith("updates of 0 parameters, 0 elements: no update yet")
+    used.grad = torch.ones(4)
+    optimizer.step()
+    before = {name: value.clone() for name, value in optimizer.state[used].items()}
+    versions = [value._version for value in (used, *optimizer.state[used].values())]
+    report = update_report(optimizer)
+    assert [line.index for line in report] == [0]
+    assert versions == [value._version for value in (used, *optimizer.state[used].values())]
+    assert all(torch.equal(before[name], value) for name, value in optimizer.state[used].items())
+
+
+def test_half_parameters_are_measured_in_fp32() -> None:
+    parameter = torch.nn.Parameter(torch.full((1000,), 100.0, dtype=torch.float16))
+    optimizer = ruda_torch.AdamW([parameter], lr=1e-4, fused_step=True)
+    parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    (line,) = update_report(optimizer)
+    assert line.parameter == pytest.approx(100 * math.sqrt(1000), rel=1e-3)  # 1e7 in the square: no FP16 number
+    assert line.update == pytest.approx(1e-4 * math.sqrt(1000), rel=1e-3)  # far below half an ulp of the parameter
+
+
+def test_table_of_updates() -> None:
+    lines = [
+        ParameterUpdate("head", 1, 0, 10, 0.0, 0.0),
+        ParameterUpdate("zeros", 0, 0, 1_000, 0.5, 0.0),
+        ParameterUpdate(None, 0, 1, 20, 0.001, 2.0),
+    ]
+    assert str(UpdateReport(lines)) == "\n".join(
+        [
+            "updates of 3 parameters, 1,030 elements: median of update / parameter 0.0005",
+            "update / parameter  update  parameter  elements  group/index  name",
+            "               inf     0.5          0     1,000          0/0  zeros",
+            "            0.0005   0.001          2        20          0/1",
+            "                 0       0          0        10          1/0  head",
+        ]
+    )
