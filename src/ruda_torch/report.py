@@ -190,12 +190,17 @@ def next_warning(run: int) -> int:
     return due
 
 
+def listed(parameters: Sequence[ParameterGradient]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(parameters) - NAMED:,} more" if len(parameters) > NAMED else ""
+    return ", ".join(map(str, parameters[:NAMED])) + more
+
+
 def skip_warning(report: GradientReport, run: int) -> str:
     """What to say about ``run`` skipped steps in a row, the last of which saw ``report``."""
     bad = report.not_finite
     if bad:
-        more = f" and {len(bad) - NAMED:,} more" if len(bad) > NAMED else ""
-        whose = f"in {', '.join(map(str, bad[:NAMED]))}{more} ({len(bad):,} of {len(report):,} parameters)"
+        whose = f"in {listed(bad)} ({len(bad):,} of {len(report):,} parameters)"
     else:
         whose = "as found_inf reported (the gradients that this process holds are finite)"
     return (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 import torch
 from framework_runs import (
@@ -22,6 +24,8 @@ from framework_runs import (
 import ruda_torch
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed (make test-integrations)")
+from ruda_torch.integrations.lightning import RudaCallback  # noqa: E402 - after the library that may be missing
+
 pytestmark = [
     pytest.mark.integration,
     # Advice about this machine and about a loader of eight batches.
@@ -60,13 +64,19 @@ class Manual(Module):
             optimizer.zero_grad()
 
 
-class Held(Module):
-    """A schedule per step that a skipped step does not advance; see docs/frameworks.md."""
+class Scheduled(Module):
+    def __init__(self, make, interval="step"):
+        super().__init__(make)
+        self.interval = interval
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.interval}}
+
+
+class Held(Scheduled):
+    """A skipped step does not advance the schedule; by hand, without the callback."""
 
     def lr_scheduler_step(self, scheduler, metric):
         if not scheduler.optimizer.last_step_skipped:
@@ -186,13 +196,53 @@ def test_accumulate_grad_batches(tmp_path) -> None:
     assert_close(left.model, right.model, unlike.model)
 
 
-@pytest.mark.parametrize("module_class", [Module, Held])
-def test_a_skip_and_the_schedule(tmp_path, module_class) -> None:
+@pytest.mark.parametrize("module_class", [Scheduled, Held])
+def test_a_skip_and_the_schedule_without_the_callback(tmp_path, module_class) -> None:
     module = fit(tmp_path, module_class(ours), data=samples(bad_batch=4))
     assert module.made.skipped_steps == 1
     assert module.watch.skipped == [number == 4 for number in range(STEPS)]
-    if module_class is Held:
-        assert module.lr_schedulers().last_epoch == STEPS - 1
+    assert module.lr_schedulers().last_epoch == STEPS - (module_class is Held)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_callback_logs_names_and_holds_the_schedule(tmp_path, caplog, accumulate) -> None:
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
+    module = fit(
+        tmp_path,
+        Scheduled(clipping),
+        data=samples(bad_batch=4),
+        batch_size=8 // accumulate,
+        accumulate_grad_batches=accumulate,
+        callbacks=[RudaCallback()],
+        logger=logger,
+        log_every_n_steps=1,
+    )
+    assert module.lr_schedulers().last_epoch == STEPS - 1
+    assert module.made.param_groups[0]["lr"] == module.lr_schedulers().get_last_lr()[0]
+    with open(f"{logger.log_dir}/metrics.csv", encoding="ascii") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["optimizer/grad_norm"]) for row in rows] == pytest.approx(module.watch.reported)
+    assert [float(row["optimizer/clip_factor"]) for row in rows] == pytest.approx(module.watch.factors)
+    assert [float(row["optimizer/skipped_steps"]) for row in rows] == [0.0] * 4 + [1.0] * 8
+    (record,) = (record for record in caplog.records if record.name == "ruda_torch.integrations.lightning")
+    assert record.getMessage() == (
+        "step 5 was skipped; gradients that are not finite: model.layers.0.weight, model.layers.0.bias, "
+        "model.layers.2.weight, model.layers.2.bias"
+    )
+    assert len(module.made._optimizer_step_post_hooks) == 1, "the watch's own; the callback took its hook back"
+
+
+def test_the_callback_leaves_a_schedule_by_epochs_alone(tmp_path) -> None:
+    """The last step of an epoch is skipped: the epoch has ended all the same."""
+    module = Scheduled(clipping, interval="epoch")
+    fit(tmp_path, module, data=samples(bad_batch=STEPS - 1), callbacks=[RudaCallback()])
+    assert module.made.last_step_skipped
+    assert module.lr_schedulers().last_epoch == 1
+
+
+def test_the_callback_refuses_another_optimizer(tmp_path) -> None:
+    with pytest.raises(TypeError, match=r"needs ruda_torch.AdamW with fused_step=True .* got torch.optim.adamw.AdamW"):
+        fit(tmp_path, Module(theirs), callbacks=[RudaCallback()])
 
 
 def test_settings_are_assigned_on_the_optimizer_itself(tmp_path) -> None:

@@ -25,6 +25,7 @@ from framework_runs import (
 pytest.importorskip("accelerate", reason="accelerate is not installed (make test-integrations)")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (make test-integrations)")
 import ruda_torch  # noqa: E402 - after the libraries that may be missing
+from ruda_torch.integrations.transformers import RudaCallback  # noqa: E402
 
 pytestmark = pytest.mark.integration
 
@@ -44,13 +45,6 @@ class InOrder(transformers.Trainer):
 
     def _get_train_sampler(self, *_):
         return torch.utils.data.SequentialSampler(self.train_dataset)
-
-
-class HoldScheduleOnSkip(transformers.TrainerCallback):
-    """The callback of docs/frameworks.md."""
-
-    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        optimizer._is_overflow = optimizer.optimizer.last_step_skipped
 
 
 def arguments(folder, **settings):
@@ -162,13 +156,63 @@ def test_create_optimizer(tmp_path) -> None:
     assert logged(left, "learning_rate") == logged(right, "learning_rate")
 
 
-@pytest.mark.parametrize("hold", [False, True])
-def test_a_skip_and_the_schedule(tmp_path, hold) -> None:
-    callbacks = [HoldScheduleOnSkip()] if hold else []
-    trainer = train(tmp_path, clipping, data=samples(bad_batch=4), callbacks=callbacks, max_grad_norm=0)
+def test_without_the_callback_a_skip_advances_the_schedule(tmp_path) -> None:
+    trainer = train(tmp_path, clipping, data=samples(bad_batch=4), max_grad_norm=0)
     assert trainer.watch.skipped == [number == 4 for number in range(STEPS)]
-    assert trainer.lr_scheduler.last_epoch == STEPS - hold
+    assert trainer.lr_scheduler.last_epoch == STEPS
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+
+
+class Reporter(transformers.TrainerCallback):
+    """Stands where the Trainer puts TensorBoard and the like: before callbacks that are added later."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **_):
+        self.seen.append(dict(logs))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_callback_logs_names_and_holds_the_schedule(tmp_path, caplog, accumulate) -> None:
+    model = regression()
+    optimizer = clipping(model)
+    reporter = Reporter()
+    trainer = InOrder(
+        model=model,
+        args=arguments(
+            tmp_path,
+            max_grad_norm=0,
+            per_device_train_batch_size=8 // accumulate,
+            gradient_accumulation_steps=accumulate,
+        ),
+        train_dataset=samples(bad_batch=4),
+        optimizers=(optimizer, schedule_for(optimizer)),
+        callbacks=[reporter],
+    )
+    trainer.add_callback(RudaCallback(trainer.log))
+    watch = Watch(optimizer)
+    trainer.train()
+    assert watch.skipped == [number == 4 for number in range(STEPS)]
+    assert trainer.lr_scheduler.last_epoch == STEPS - 1
+    rates = logged(trainer, "learning_rate")
+    assert rates[4] == rates[5] > rates[6]  # the Trainer logs the rate that the step used
+    assert trainer.optimizer.param_groups[0]["lr"] == trainer.lr_scheduler.get_last_lr()[0]
+    for where in (trainer.state.log_history, reporter.seen):
+        assert [entry["optimizer/grad_norm"] for entry in where if "optimizer/grad_norm" in entry] == watch.reported
+        assert [entry["optimizer/clip_factor"] for entry in where if "optimizer/clip_factor" in entry] == watch.factors
+    assert logged(trainer, "optimizer/skipped_steps") == [0.0] * 4 + [1.0] * 8
+    assert len(logged(trainer, "loss")) == STEPS
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "step 5 was skipped; gradients that are not finite: layers.0.weight, layers.0.bias, layers.2.weight, "
+        "layers.2.bias"
+    )
+
+
+def test_the_callback_refuses_another_optimizer(tmp_path) -> None:
+    with pytest.raises(TypeError, match=r"needs ruda_torch.AdamW with fused_step=True .* got torch.optim.adamw.AdamW"):
+        train(tmp_path, theirs, callbacks=[RudaCallback(print)], max_grad_norm=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

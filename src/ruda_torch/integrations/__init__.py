@@ -1,0 +1,1 @@
+"""Callbacks for training frameworks: one small file per framework, which imports it."""
