@@ -227,6 +227,24 @@ class AdamW(torch.optim.AdamW):
     def skipped_steps(self) -> int:
         return self._live.engine.skipped_steps
 
+    def gradient_report(self) -> Any:  # SHIM until the engine has it
+        from . import report
+
+        entries: list[Any] = []
+        rows: list[Any] = []
+        for number, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    gradient = parameter.grad.double().flatten()
+                    finite = gradient[gradient.isfinite()]
+                    scale = float(finite.abs().max()) if finite.numel() else 0.0
+                    sumsq = float((finite / scale).square().sum()) if scale else 0.0
+                    names = group.get("param_names")
+                    name = None if names is None else names[index]
+                    entries.append(report.Entry(name, number, index, gradient.numel(), len(rows), len(rows) + 1))
+                    rows.append([scale, sumsq, float(finite.numel() < gradient.numel())])
+        return report.gradient_report(entries, torch.tensor(rows).reshape(-1, 3))
+
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
