@@ -1,5 +1,7 @@
 """Writes docs/benchmarks.md and docs/status.md from benchmarks/results/*.json: every number there comes from a file.
 
+A table inside another page stands between ``<!-- from benchmarks/results/NAME.json -->`` and ``<!-- end -->``.
+
     python docs/generate.py
 
 What a file is, its keys say:
@@ -7,6 +9,7 @@ What a file is, its keys say:
 - "comparisons": benchmarks/run.py, whole steps against peers.
 - "seeds": benchmarks/accuracy.py, errors against FP64.
 - "measured": benchmarks/communication.py, the sum over ranks.
+- "trainings": benchmarks/whole_runs.py, whole trainings side by side.
 - "runs": tools/run_adamw_regressions.py, a list of {"suite", "task", "device", "compiler", "dtype",
   "status", "simulation"}.
 - anything else is listed with its "what", so that no result is left out silently.
@@ -18,6 +21,8 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
+import statistics
 from typing import Any
 
 Report = dict[str, Any]
@@ -25,6 +30,10 @@ Report = dict[str, Any]
 DOCS = pathlib.Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 HEAD = "<!-- Written by docs/generate.py from benchmarks/results. Do not edit. -->\n\n"
+
+EMBEDDED = re.compile(
+    r"(?P<begin><!-- from benchmarks/results/(?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+)
 
 # What the project wants to have measured: device, compiler, what is known without a result file.
 UNTESTED = "not yet measured on hardware"
@@ -100,6 +109,8 @@ def benchmarks(reports: dict[str, Report]) -> str:
             text += accuracy(report) + pictures(name)
         elif "measured" in report:
             text += communication(report) + pictures(name)
+        elif "trainings" in report:
+            text += trainings(report) + pictures(name)
         else:
             text += f"\n{report.get('what', 'See the file.')}\n" + pictures(name)
     return text
@@ -169,6 +180,36 @@ def communication(report: Report) -> str:
     return text + "\n" + "".join(f"- {kind}: {meaning}\n" for kind, meaning in kinds.items())
 
 
+def trainings(report: Report) -> str:
+    """Per optimizer: seconds, the ratio to ours (the last one) with the same seed, what came out."""
+    by_name: dict[str, dict[int, dict[str, Any]]] = {}
+    for entry in report["trainings"]:
+        by_name.setdefault(entry["optimizer"], {})[entry["seed"]] = entry
+    ours = by_name[report["ours"]]
+    parts = [key for key in report["trainings"][0] if key.endswith(" seconds") and key != "cpu seconds"]
+
+    def spread(values: list[float], digits: str) -> str:
+        low, high = min(values), max(values)
+        return f"{statistics.median(values):{digits}} ({low:{digits}} to {high:{digits}})"
+
+    rows = [
+        (
+            name,
+            spread([entry["seconds"] for entry in mine.values()], ".1f"),
+            *(f"{statistics.median(entry[part] for entry in mine.values()):.1f}" for part in parts),
+            "" if mine is ours else spread([mine[seed]["seconds"] / ours[seed]["seconds"] for seed in ours], ".2f"),
+            ", ".join(f"{mine[seed]['quality']:.3g}" for seed in sorted(mine)),
+        )
+        for name, mine in by_name.items()
+    ]
+    what = report["what"][:1].upper() + report["what"][1:]
+    text = (
+        f"\n{what}, {report['steps']:,} steps, {len(ours)} seeds. Seconds are medians (least to most). What came out is"
+    )
+    text += f" the {report['quality']}, seed by seed.\n\n"
+    return text + table(("Optimizer", "training", *parts, "times ours", "came out"), rows)
+
+
 # ---- status ----------------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +275,19 @@ say nothing about hardware.
 
 def pages() -> dict[str, str]:
     reports = load()
-    return {"benchmarks.md": benchmarks(reports), "status.md": status(reports)}
+    embedded = {path.name: with_results(path.read_text(encoding="utf-8"), reports) for path in DOCS.glob("*.md")}
+    return {**embedded, "benchmarks.md": benchmarks(reports), "status.md": status(reports)}
+
+
+def with_results(text: str, reports: dict[str, Report]) -> str:
+    """A page with the tables that it asks for."""
+
+    def filled(match: re.Match[str]) -> str:
+        report = reports.get(match["name"])
+        found = "\nNot measured yet.\n" if report is None else "\n" + origin(match["name"], report) + trainings(report)
+        return f"{match['begin']}{found}\n{match['end']}"
+
+    return EMBEDDED.sub(filled, text)
 
 
 if __name__ == "__main__":

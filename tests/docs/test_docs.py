@@ -107,8 +107,9 @@ def test_code_of_the_page_runs(name: str, empty_folder: pathlib.Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.filterwarnings("default")  # of the frameworks, about themselves
-def test_code_that_needs_a_framework_runs(empty_folder: pathlib.Path) -> None:
-    assert run_page("docs/frameworks.md", installed=True) == 6
+@pytest.mark.parametrize(("name", "count"), [("docs/frameworks.md", 6), ("docs/reinforcement-learning.md", 2)])
+def test_code_that_needs_a_framework_runs(name: str, count: int, empty_folder: pathlib.Path) -> None:
+    assert run_page(name, installed=True) == count
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -256,6 +257,25 @@ REPORTS = {
         "kinds": {"sum": "the sum over ranks"},
         "measured": [{"processes": 4, "sum": {"median": 30.4, "min": 20.0, "max": 99.6}}],
     },
+    "g.json": {
+        "environment": {"date": "2026-01-07"},
+        "what": "an agent, whole trainings",
+        "quality": "mean return",
+        "steps": 2000,
+        "ours": "ours",
+        "trainings": [
+            {
+                "optimizer": name,
+                "seed": seed,
+                "seconds": seconds,
+                "cpu seconds": 1.0,
+                "update seconds": 2.0,
+                "quality": q,
+            }
+            for seed, pair in enumerate([(4.0, 2.0), (9.0, 3.0), (5.0, 2.0)])
+            for name, seconds, q in zip(("theirs", "ours"), pair, (10.0, 20.0 + seed), strict=True)
+        ],
+    },
     "e.json": {"environment": {"date": "2026-01-05"}, "settings": {"quick": True}, "comparisons": []},
 }
 
@@ -268,6 +288,23 @@ def test_generated_benchmarks_show_every_kind_of_file() -> None:
     assert "something new" in text
     assert "| 4 | 30 (20 to 100) |" in text
     assert "smoke test" in text
+    assert "An agent, whole trainings, 2,000 steps, 3 seeds." in text
+    assert "| theirs | 5.0 (4.0 to 9.0) | 2.0 | 2.50 (2.00 to 3.00) | 10, 10, 10 |" in text
+    assert "| ours | 2.0 (2.0 to 3.0) | 2.0 |  | 20, 21, 22 |" in text
+
+
+def test_a_page_gets_the_tables_that_it_asks_for_and_nothing_else_of_it_changes() -> None:
+    page = "before\n<!-- from benchmarks/results/{} -->\nold\n<!-- end -->\nafter\n"
+    filled = generator().with_results(page.format("g.json") + page.format("none.json"), REPORTS)
+    assert filled.startswith(
+        "before\n<!-- from benchmarks/results/g.json -->\n\n`benchmarks/results/g.json`, 2026-01-07"
+    )
+    assert "| theirs |" in filled
+    assert "old" not in filled
+    assert filled.endswith(
+        "before\n<!-- from benchmarks/results/none.json -->\n\nNot measured yet.\n\n<!-- end -->\nafter\n"
+    )
+    assert generator().with_results(filled, REPORTS) == filled
 
 
 def test_generated_status_counts_hardware_runs_only() -> None:

@@ -238,3 +238,17 @@ def test_accuracy_is_measured_against_fp64(tmp_path: pathlib.Path) -> None:
             assert 0 < seed[name][-1]["update"] < 1e-4
     accuracy.draw({"seeds": seeds}, tmp_path / "accuracy.png")
     assert (tmp_path / "accuracy.png").stat().st_size > 1000
+
+
+def test_whole_trainings_are_written_with_what_came_out(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, "benchmarks/scientific.py", "--seeds=2", "--steps=20", f"--output={tmp_path / 'a.json'}"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    found = json.loads((tmp_path / "a.json").read_text())
+    made = found["trainings"]
+    names = [entry["optimizer"] for entry in made]
+    assert names[:3] == [names[5], *names[3:5]], "the order rotates"
+    assert found["ours"] == names[2] == "ruda_torch.AdamW"
+    for entry, other in ((made[0], made[2]), (made[1], made[2])):
+        # The same start, 20 steps of lr 3e-3 at most, FP32: two formulas part by rounding alone.
+        assert entry["quality"] == pytest.approx(other["quality"], rel=1e-3)
+        assert entry["seconds"] > 0

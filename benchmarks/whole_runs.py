@@ -1,0 +1,73 @@
+"""Whole trainings side by side: each seed once with every optimizer, in an order that rotates, into one JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import pathlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Training = Callable[[int, int], dict[str, Any]]
+    """Trains with a seed for a number of steps; returns what came out, a number called ``quality`` among it."""
+
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+
+
+def main(script: str, what: str, quality: str, contestants: dict[str, Training], steps: int) -> None:
+    """Run everything, print a table, write ``results/<script>.json``.
+
+    Args:
+        script: file name without suffix.
+        what: the case, for ``--help`` and the file.
+        quality: what the number of that name is.
+        contestants: name and training; the last one is ours, which the others are compared with.
+        steps: the default of ``--steps``.
+    """
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--seeds", type=int, default=3, help="trainings per optimizer (default 3)")
+    parser.add_argument("--steps", type=int, default=steps, help=f"of each training (default {steps:,})")
+    parser.add_argument("--output", type=pathlib.Path, default=RESULTS / f"{script}.json")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # models this small lose time to a second thread, whoever steps
+    found = {
+        "environment": environment.describe(torch.device("cpu"), environment.command_line(f"{script}.py")),
+        "what": what,
+        "quality": quality,
+        "steps": args.steps,
+        "ours": list(contestants)[-1],
+        "trainings": run(contestants, args.seeds, args.steps),
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"written: {args.output}")
+
+
+def run(contestants: dict[str, Training], seeds: int, steps: int) -> list[dict[str, Any]]:
+    """The trainings, in the order they were made; one short training of each goes before and does not count."""
+    for train in contestants.values():
+        train(0, max(1, steps // 20))
+    made = []
+    names = list(contestants)
+    for seed in range(seeds):
+        shift = seed % len(names)
+        for name in names[shift:] + names[:shift]:
+            gc.collect()
+            load = environment.ForeignLoad()
+            wall, cpu = time.perf_counter(), time.process_time()
+            found = contestants[name](seed, steps)
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            made.append(
+                {"optimizer": name, "seed": seed, "seconds": wall, "cpu seconds": cpu, "foreign load": load.read()}
+                | found
+            )
+            print(f"seed {seed}  {name:<42} {wall:7.2f} s  quality {found['quality']:.4g}", flush=True)
+    return made
