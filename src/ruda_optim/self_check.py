@@ -1,4 +1,4 @@
-"""Does this machine compute rightly? Every kernel against the FP64 reference over a small table, then one step timed.
+"""Does this machine compute rightly? Every kernel against the FP64 reference over a small table.
 
 The table is the package's own and small enough for a bug report; the tests of the repository go much further.
 
@@ -21,8 +21,6 @@ Products of two errors are below 1e-4 of these numbers, hence the last factor.
 from __future__ import annotations
 
 import os
-import statistics
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,14 +47,13 @@ if TYPE_CHECKING:
     from .fused_adamw import AdamWState
 
     Progress = Callable[[int, int, str], None]
+    Timing = Callable[[torch.device], list[dict[str, Any]]]
 
 U = 2.0**-24 * (1.0 + 1e-4)
 COMPILER_VARIABLE = "RUDA_CUDA_COMPILER"
 STEPS = 4
 # Odd and small, one block, and enough for several statistics rows and all threads.
 SIZES = (7, 1025, 200_003)
-TIMED_TENSORS = 16
-TIMED_STEPS = 15
 
 
 @dataclass(frozen=True)
@@ -67,18 +64,18 @@ class Check:
     run: Callable[[torch.device], float]
 
 
-def run(elements: int, progress: Progress) -> dict[str, Any]:
+def run(timing: Timing | None, progress: Progress) -> dict[str, Any]:
     """Check and time every backend that can run here.
 
     Args:
-        elements: to time a step over; 0 times nothing.
+        timing: what to time on a device that was found right; None: nothing.
         progress: called as ``(done, total, what)`` before each piece of work.
 
     Returns:
         Plain values: ``checks``, ``timings``, and ``passed``, which is True if something was checked and all is right.
     """
     places = _places()
-    total = len(places) * (len(CHECKS) + (elements > 0))
+    total = len(places) * (len(CHECKS) + (timing is not None))
     checks: list[dict[str, Any]] = []
     timings: list[dict[str, Any]] = []
     done = 0
@@ -89,10 +86,10 @@ def run(elements: int, progress: Progress) -> dict[str, Any]:
                 checks.append({"where": where, "case": check.name, **_outcome(check, device)})
                 done += 1
             # Only what was just found right is worth timing.
-            if elements > 0 and all(entry["passed"] for entry in checks if entry["where"] == where):
+            if timing is not None and all(entry["passed"] for entry in checks if entry["where"] == where):
                 progress(done, total, f"{where}: timing")
-                timings += [{"where": where, **timing} for timing in _time_steps(device, elements)]
-            done += elements > 0
+                timings += [{"where": where, **found} for found in timing(device)]
+            done += timing is not None
     passed = bool(checks) and all(entry["passed"] for entry in checks)
     return {"checks": checks, "timings": timings, "passed": passed}
 
@@ -279,7 +276,7 @@ def _half_copy(dtype: torch.dtype) -> Callable[[torch.device], float]:
 
     def check(device: torch.device) -> float:
         master = _parameter(SIZES[-1], device)
-        copy = master.to(dtype)
+        copy = torch.zeros_like(master, dtype=dtype)
         gradient = _gradient(SIZES[-1], 0, 1.0, dtype, device)
         memory = storage.TensorMemory(
             gradient, master, torch.zeros_like(master), torch.zeros_like(master), copy=copy, first=True
@@ -310,63 +307,3 @@ CHECKS = (
     Check("gradient norm, BF16", _norm(torch.bfloat16)),
     Check("one NaN skips the whole group", _skip),
 )
-
-
-# ---- timing ----------------------------------------------------------------------------------------------------------
-
-
-def _time_steps(device: torch.device, elements: int) -> list[dict[str, Any]]:
-    """Median time of one in-place step of equal tensors: these kernels, torch fused, torch's default."""
-    size = max(1, elements // TIMED_TENSORS)
-    methods: list[tuple[str, Callable[[], object]]] = [("ruda_optim.fused_adamw.storage", _fused_method(device, size))]
-    for name, arguments in (("torch.optim.AdamW(fused=True)", {"fused": True}), ("torch.optim.AdamW()", {})):
-        methods.append((name, _torch_method(device, size, arguments)))
-    seconds: dict[str, list[float]] = {name: [] for name, _ in methods}
-    for round_number in range(TIMED_STEPS + 2):  # two to warm up
-        for name, step in methods:
-            _synchronize(device)
-            start = time.perf_counter()
-            step()
-            _synchronize(device)
-            if round_number >= 2:
-                seconds[name].append(time.perf_counter() - start)
-    return [
-        {
-            "method": name,
-            "milliseconds": 1e3 * statistics.median(values),
-            "tensors": TIMED_TENSORS,
-            "elements_per_tensor": size,
-        }
-        for name, values in seconds.items()
-    ]
-
-
-def _fused_method(device: torch.device, size: int) -> Callable[[], None]:
-    options = AdamWOptions()
-    parameters = [_parameter(size, device) for _ in range(TIMED_TENSORS)]
-    gradients = [torch.full_like(parameter, 1e-2) for parameter in parameters]
-    memories = [
-        storage.TensorMemory(g, p, torch.zeros_like(p), torch.zeros_like(p))
-        for g, p in zip(gradients, parameters, strict=True)
-    ]
-    table = storage.LaunchTable(memories, device)
-    completed = 0
-
-    def step() -> None:
-        nonlocal completed
-        storage.adamw_scaled(table, storage.coefficient_table([options.prepare_step(completed)]))
-        completed += 1
-
-    return step
-
-
-def _torch_method(device: torch.device, size: int, arguments: dict[str, Any]) -> Callable[[], object]:
-    parameters = [torch.nn.Parameter(_parameter(size, device)) for _ in range(TIMED_TENSORS)]
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, 1e-2)
-    return torch.optim.AdamW(parameters, **arguments).step
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -9,9 +9,12 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
+import ruda_torch
 from ruda_optim import __version__, cli, self_check
 from ruda_optim.fused_adamw import storage
+from ruda_torch import step_times
 
 
 def test_module_prints_the_report_by_default() -> None:
@@ -80,9 +83,42 @@ def test_check_passes_and_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 <= check["worst"] <= 1 for check in on_cpu)
     # A bound that no result comes near would not notice a wrong one.
     assert max(check["worst"] for check in on_cpu) > 0.1
-    assert len([timing for timing in report["timings"] if timing["where"] == "cpu"]) == 3
-    assert all(timing["milliseconds"] > 0 for timing in report["timings"])
-    assert "all 11 checks passed" in cli.check_text({**report, "checks": on_cpu})
+    timed = [timing for timing in report["timings"] if timing["where"] == "cpu"]
+    assert [timing["method"] for timing in timed] == [
+        "ruda_torch.AdamW, finite check", "torch.optim.AdamW(fused=True)",
+        "ruda_torch.AdamW, clipping", "clip_grad_norm_, torch.optim.AdamW(fused=True)",
+    ]  # fmt: skip
+    assert all(timing["milliseconds"] > 0 for timing in timed)
+    assert [timing["times_ours"] for timing in timed[::2]] == [1.0, 1.0]
+    assert all(timing["times_ours"] > 0 for timing in timed)
+    printed = cli.check_text({**report, "checks": on_cpu})
+    assert "all 11 checks passed" in printed
+    assert "One step of 16 x 1,000 FP32 elements" in printed
+
+
+def test_timing_is_of_whole_steps_in_turn_with_the_gradients_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours and torch's alternate, and torch's clipping does not shrink the gradient of the next round."""
+    turns: list[tuple[str, float]] = []
+
+    def watched(kind: type, name: str) -> None:
+        original = kind.step
+
+        def step(self: torch.optim.Optimizer, *arguments: Any) -> Any:
+            turns.append((name, float(self.param_groups[0]["params"][0].grad[0])))
+            return original(self, *arguments)
+
+        monkeypatch.setattr(kind, "step", step)
+
+    watched(torch.optim.AdamW, "torch")
+    watched(ruda_torch.AdamW, "ours")
+    step_times.time_steps(torch.device("cpu"), 16_000)
+    rounds = step_times.ROUNDS + 2
+    assert [name for name, _ in turns[:4]] == ["ours", "torch", "torch", "ours"]
+    assert len(turns) == 4 * rounds
+    assert all(gradient == pytest.approx(step_times.GRADIENT) for name, gradient in turns if name == "ours")
+    clipped = {gradient for name, gradient in turns[2 * rounds :] if name == "torch"}
+    assert len(clipped) == 1, "every round clips the same gradient"
+    assert clipped.pop() < step_times.GRADIENT
 
 
 @pytest.mark.parametrize(
@@ -106,7 +142,7 @@ def test_check_notices_a_wrong_kernel(
     printed = capsys.readouterr().out
     assert "WRONG" in printed
     assert "checks failed: please report this" in printed
-    assert "One step, in place" not in printed, "what is wrong is not timed"
+    assert "One step of" not in printed, "what is wrong is not timed"
 
 
 def test_a_kernel_that_raises_is_a_finding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
