@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import pathlib
 import platform
 import re
@@ -207,6 +208,45 @@ def test_missing_torch_is_one_sentence(tmp_path: pathlib.Path) -> None:
     assert result.returncode == 1
     assert result.stderr.startswith("torch is not installed for ")
     assert "pip install" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_build_that_pip_isolates_says_so_and_not_that_torch_is_missing(tmp_path: pathlib.Path) -> None:
+    """Pip keeps the interpreter and takes its packages off the module path, by a sitecustomize of its own."""
+    site = tmp_path / "pip-build-env-abc" / "site"
+    site.mkdir(parents=True)
+    hide = "import sys\nsys.path[:] = [path for path in sys.path if 'site-packages' not in path]\n"
+    (site / "sitecustomize.py").write_text(hide)
+    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONNOUSERSITE": "1"}
+    result = subprocess.run(
+        [sys.executable, ROOT / "cmake" / "find_torch.py"],
+        env=environment, capture_output=True, text=True, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.startswith("torch is installed (")
+    assert "this build is isolated and cannot see the torch" in result.stderr
+    assert "then 'pip install --no-build-isolation .'" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("builds-v0/.tmp1", "this build is isolated .* then 'uv pip install --no-build-isolation .'"),
+        ("build-env-x1", "this build is isolated .* then 'python -m build --no-isolation'"),
+        ("mine", "torch is not installed for "),
+    ],
+)
+def test_a_build_in_an_environment_of_its_own_says_so(folder: str, message: str, tmp_path: pathlib.Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / folder], check=True)
+    python = tmp_path / folder / "bin" / "python"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [python, ROOT / "cmake" / "find_torch.py"],
+        env=environment, capture_output=True, text=True, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert re.match(message, result.stderr)
     assert len(result.stderr.strip().splitlines()) == 1
 
 
