@@ -17,6 +17,7 @@ from . import checkpoint, compiled
 from .engine import Engine, StepInputs
 from .hyperparameters import float_betas, group_options
 from .members import check_parameter_dtype
+from .report import GradientReport, UpdateReport, update_report
 from .settings import Settings, check_grad_scale, check_group_keys, check_group_switches, check_served
 
 if TYPE_CHECKING:
@@ -205,45 +206,47 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def last_step_skipped(self) -> bool:
-        outcome = self._live.engine.last()
+        outcome = self._live.engine.last(self.param_groups)
         return outcome is not None and outcome.skipped
 
     @property
     def last_grad_norm(self) -> float:
-        outcome = self._live.engine.last()
+        outcome = self._live.engine.last(self.param_groups)
         return math.nan if outcome is None else outcome.grad_norm
 
     @property
     def last_clip_factor(self) -> float:
-        outcome = self._live.engine.last()
+        outcome = self._live.engine.last(self.param_groups)
         return 1.0 if outcome is None else outcome.clip_factor
 
     @property
     def last_group_norms(self) -> tuple[float, ...]:
-        outcome = self._live.engine.last()
+        outcome = self._live.engine.last(self.param_groups)
         return () if outcome is None else outcome.group_norms()
 
     @property
     def skipped_steps(self) -> int:
         return self._live.engine.skipped_steps
 
-    def gradient_report(self) -> Any:  # SHIM until the engine has it
-        from . import report
+    def gradient_report(self) -> GradientReport:
+        """The gradients of the last step, parameter by parameter; of sharded parameters, this rank's part.
 
-        entries: list[Any] = []
-        rows: list[Any] = []
-        for number, group in enumerate(self.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if parameter.grad is not None:
-                    gradient = parameter.grad.double().flatten()
-                    finite = gradient[gradient.isfinite()]
-                    scale = float(finite.abs().max()) if finite.numel() else 0.0
-                    sumsq = float((finite / scale).square().sum()) if scale else 0.0
-                    names = group.get("param_names")
-                    name = None if names is None else names[index]
-                    entries.append(report.Entry(name, number, index, gradient.numel(), len(rows), len(rows) + 1))
-                    rows.append([scale, sumsq, float(finite.numel() < gradient.numel())])
-        return report.gradient_report(entries, torch.tensor(rows).reshape(-1, 3))
+        Merged from the statistics of the step when it is called, and only then waits for the device.
+
+        Returns:
+            One line per parameter that had a gradient: name, group, index, elements, norm (unscaled, before clipping),
+            largest magnitude, whether all of it was finite. ``str()`` is a table. Empty before the first step.
+
+        Raises:
+            InvalidState: the last step took no statistics.
+        """
+        outcome = self._live.engine.last(self.param_groups)
+        return GradientReport(()) if outcome is None else outcome.gradients(self.param_groups)
+
+    def update_report(self) -> UpdateReport:
+        """How far the last step moved each parameter, relative to its size; see
+        :func:`ruda_torch.report.update_report`. Costs a pass over parameters and moments."""
+        return update_report(self)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ calls from here. Nothing that the optimizer holds changes before every check has
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from .members import check_gradient, describe_position
 from .outcome import Outcome
 from .plan import NewPlan
 from .reduction import Ranks, Reduction, Shares, find
+from .report import GradientReport, SkippedStepsWarning, next_warning, skip_warning
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,6 +97,7 @@ class Engine:
         self._in_modules: set[int] = set()
         self._pending: GlobalStatistics | None = None
         self._torn: str | None = None
+        self._warn_at = next_warning(0)
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
@@ -111,10 +114,23 @@ class Engine:
         self.forget()
         self._torn = None
 
-    def last(self) -> Outcome | None:
-        """What the last step did; raises what its sum over ranks has to say."""
+    def last(self, groups: list[dict[str, Any]]) -> Outcome | None:
+        """What the last step did; raises what its sum over ranks has to say, and warns of a run of skipped steps."""
         self.check_ranks()
-        return self.outcome
+        outcome = self.outcome
+        if outcome is not None and outcome.memory.counts.device != _CPU:
+            self._warn_of_skips(outcome, groups)
+        return outcome
+
+    def _warn_of_skips(self, outcome: Outcome, groups: list[dict[str, Any]]) -> None:
+        """Say once, then at powers of ten, that steps in a row were skipped; waits for the device."""
+        run = int(outcome.memory.counts[1].item())
+        if run == 0:
+            self._warn_at = next_warning(0)
+        elif run >= self._warn_at:
+            self._warn_at = next_warning(run)
+            report = outcome.gradients(groups) if outcome.measured else GradientReport(())
+            warnings.warn(skip_warning(report, run), SkippedStepsWarning, stacklevel=5)
 
     @property
     def skipped_steps(self) -> int:
@@ -153,9 +169,14 @@ class Engine:
             ):
                 if EMPTY in native.plan.columns:
                     _count_empty(native, inputs)
+                if native.plan.skipped or self._warn_at > 2:
+                    self._warn_of_skips(native, inputs.groups)
                 return
         with torch.no_grad():
             self._run(inputs)
+        outcome = self.outcome
+        if outcome is not None and outcome.memory.counts.device == _CPU:
+            self._warn_of_skips(outcome, inputs.groups)
 
     def _run(self, inputs: StepInputs) -> None:
         if self._plan is None or not self._plan.fits(inputs.targets) or self._amsgrad != self._control.amsgrad():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ruda_optim.fused_adamw import GradientStats
+from ruda_optim.fused_adamw import GradientStats, InvalidState
+from ruda_optim.fused_adamw.storage import Field
+
+from .report import Entry, GradientReport, gradient_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,6 +84,30 @@ class Outcome:
                 part.kernels.merge_gradient_stats(part.rows[first:last], report)
                 reports[group].append(report.tolist())
         return tuple(combined(group).total_norm for group in reports)
+
+    def gradients(self, groups: list[dict[str, Any]]) -> GradientReport:
+        """The gradients of the step, parameter by parameter."""
+        if not self.measured:
+            raise InvalidState(
+                "the last step took no gradient statistics; they need check_finite=True or a max_grad_norm (infinity "
+                "measures and never clips)"
+            )
+        rows, entries, offset = [], {}, 0
+        for part in self.parts():
+            elements = part.table.fields[Field.NUMEL].tolist()
+            for (column, first, last), size in zip(rows_of(part), elements, strict=True):
+                entries[self.plan.positions[column]] = (offset + first, offset + last, size)
+            rows.append(part.rows.cpu())
+            offset += len(part.rows)
+        places = [(group, index) for group in range(len(groups)) for index in range(len(groups[group]["params"]))]
+        lines = []
+        for position in sorted(self.plan.active()[1]):
+            group, index = places[position]
+            names = groups[group].get("param_names")
+            first, last, elements = entries.get(position, (0, 0, 0))  # a parameter without elements has no rows
+            lines.append(Entry(names[index] if names else None, group, index, elements, first, last))
+        scope = "" if self.total is None else " of this rank"
+        return gradient_report(lines, torch.cat(rows) if rows else torch.empty((0, 3), device="cpu"), scope)
 
 
 def rows_of(part: Part) -> list[tuple[int, int, int]]:

@@ -34,7 +34,7 @@ UNKNOWN = -1
 """In place of a column: the parameter had no gradient yet."""
 EMPTY = -2
 """In place of a column: the parameter has no elements."""
-_CHANGED = -2
+_CHANGED, _SKIPPED = -2, -3
 _KEPT_SELECTIONS = 16
 """Sets of active columns whose tables a plan keeps for accelerators; making one anew costs an upload."""
 
@@ -138,6 +138,7 @@ class Plan:
     Attributes:
         table: the launch table; ``Field.COEFFICIENTS`` holds the parameter group of each column.
         positions: which parameter each column is.
+        skipped: whether the last step on the CPU was skipped.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class Plan:
             if column >= 0:
                 self.positions[column] = position
         self._parts: dict[tuple[torch.device, bytes], tuple[int, Part]] = {}
+        self.skipped = False
         self._held: list[Any] = []
         self._step = _Step()
         self._step_memory: tuple[Any, ...] = ()
@@ -276,6 +278,7 @@ class Plan:
             self.table.set_gradient(self.columns[found], settled)
             self._step.layouts = self.table.layouts.data_ptr()
             found = self._call.bind(self._handle, groups, gradients, state, held, found + 1, step)
+        self.skipped = found == _SKIPPED
         return bool(found != _CHANGED)
 
     def active(self) -> tuple[list[int], list[int]]:
