@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,50 +13,17 @@ from torch.optim import optimizer
 from ruda_optim.fused_adamw import InvalidOption, InvalidState
 
 from . import checkpoint, compiled
-from .engine import Engine, StepInputs
-from .hyperparameters import float_betas, group_options
-from .members import check_parameter_dtype
+from .engine import StepInputs
+from .hyperparameters import check_new_group, float_betas, group_options
+from .live import Live
 from .report import GradientReport, UpdateReport, update_report
-from .settings import Settings, check_grad_scale, check_group_keys, check_group_switches, check_served
+from .settings import Settings, check_grad_scale, check_group_keys, check_served
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from torch.optim.optimizer import ParamsT, StateDict
-
-
-class _Live:
-    """What changes while an optimizer lives, held in one object.
-
-    Lightning and Fabric wrap an optimizer in an object of a subclass of its class, which finds the attributes through
-    ``__getattr__`` or in a copy of ``__dict__``. Either way it finds this object, so that what it reads is what the
-    optimizer does, and what is assigned through it reaches the optimizer.
-    """
-
-    def __init__(self, owner: AdamW, settings: Settings) -> None:
-        self._owner = weakref.ref(owner)
-        self.settings = settings
-        self.engine = Engine(settings)
-        self.state_shown = True
-        self.tensors_shared = True  # by a state dict: the tensors, not the dicts that hold them
-        self.follow(owner.__dict__.get("param_groups", ()))
-
-    def follow(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Note which parameters a compiled graph may name by their position. The lists are the groups' own."""
-        groups = list(groups)
-        self.lists = [group["params"] for group in groups]
-        self.parameter_ids = [id(parameter) for group in groups for parameter in group["params"]]
-
-    def change(self, settings: Settings) -> None:
-        self.settings = settings
-        self.engine.configure(settings)
-
-    @property
-    def owner(self) -> AdamW:
-        owner = self._owner()
-        assert owner is not None  # a wrapper holds what it wraps
-        return owner
 
 
 class AdamW(torch.optim.AdamW):
@@ -157,7 +123,7 @@ class AdamW(torch.optim.AdamW):
         self._announce_scaling()
 
     def _start(self, settings: Settings) -> None:
-        self._live = _Live(self, settings)
+        self._live = Live(self, settings)
         self._number = compiled.register(self)
 
     def _announce_scaling(self) -> None:
@@ -252,27 +218,13 @@ class AdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch's method of the same name does."""
-        if isinstance(param_group, dict):  # anything else, and a set of parameters, is torch's to refuse
-            self._check_group(len(self.param_groups), param_group)
+        if isinstance(param_group, dict):  # anything else is torch's to refuse
+            number = len(self.param_groups)
+            check_group_keys(number, param_group)
+            if self._fused_step:
+                check_new_group(number, param_group, self.defaults, capturable=self._capturable)
         super().add_param_group(param_group)
         self._live.follow(self.param_groups)
-
-    def _check_group(self, number: int, group: dict[str, Any]) -> None:
-        check_group_keys(number, group)
-        if not self._fused_step:
-            return
-        check_group_switches(number, group, capturable=self._capturable)
-        group_options(number, {**self.defaults, **group})
-        params = group["params"]
-        if not isinstance(params, (torch.Tensor, set)):
-            group["params"] = params = list(params)  # an iterator yields its parameters once
-        for index, entry in enumerate([params] if isinstance(params, torch.Tensor) else params):
-            parameter = entry[1] if isinstance(entry, tuple) else entry
-            # What is frozen takes part in no step, and may be anything.
-            if isinstance(parameter, torch.Tensor) and parameter.requires_grad:
-                check_parameter_dtype(f"parameter {index} of group {number}", parameter)
-        if "betas" in group:
-            group["betas"] = float_betas(group["betas"])
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,8 @@ import torch
 from ruda_optim.fused_adamw import AdamWOptions, InvalidOption
 from ruda_optim.fused_adamw.options import HyperparameterNames, check_hyperparameters
 
-from .settings import check_group_keys
+from .members import check_parameter_dtype
+from .settings import check_group_keys, check_group_switches
 
 NAMES = HyperparameterNames("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 """What a caller calls the five numbers."""
@@ -60,6 +61,25 @@ def group_options(number: int | None, group: dict[str, Any], *, look: bool = Tru
             raise
     except InvalidOption as error:
         raise InvalidOption(f"{_where(number)}{error}") from None
+
+
+def check_new_group(number: int, group: dict[str, Any], defaults: dict[str, Any], *, capturable: bool) -> None:
+    """What the fused step asks of a group before torch takes it: switches, hyperparameters, parameter dtypes.
+
+    A group that passes has its betas and parameters in the form in which torch will keep them.
+    """
+    check_group_switches(number, group, capturable=capturable)
+    group_options(number, {**defaults, **group})
+    params = group["params"]
+    if not isinstance(params, (torch.Tensor, set)):  # torch refuses a set
+        group["params"] = params = list(params)  # an iterator yields its parameters once
+    for index, entry in enumerate([params] if isinstance(params, torch.Tensor) else params):
+        parameter = entry[1] if isinstance(entry, tuple) else entry
+        # What is frozen takes part in no step, and may be anything.
+        if isinstance(parameter, torch.Tensor) and parameter.requires_grad:
+            check_parameter_dtype(f"parameter {index} of group {number}", parameter)
+    if "betas" in group:
+        group["betas"] = float_betas(group["betas"])
 
 
 def float_betas(betas: Any) -> tuple[Any, Any]:

@@ -234,7 +234,7 @@ def test_resume_from_checkpoint_continues_bit_for_bit(tmp_path, dtype) -> None:
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     inner = resumed.optimizer.optimizer
     assert all(inner.state[p]["step"] == STEPS for p in resumed.model.parameters())
-    assert ("master" in inner.state[next(resumed.model.parameters())]) is (dtype is torch.bfloat16)
+    assert ("master_remainder" in inner.state[next(resumed.model.parameters())]) is (dtype is torch.bfloat16)
     assert_same_bits(straight.optimizer.optimizer, inner)
     assert logged(resumed, "loss")[-1] == logged(straight, "loss")[-1]
     # A Trainer with torch's AdamW takes our checkpoint up as well.

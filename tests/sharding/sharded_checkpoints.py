@@ -35,7 +35,7 @@ import ruda_torch
 
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {"amsgrad": True},
-    "master": {"dtype": torch.bfloat16},
+    "master": {"dtype": torch.bfloat16, "split_master": False},
     "split": {"dtype": torch.bfloat16, "split_master": True},
 }
 """What is saved on 4 ranks and loaded on 2 and on 1."""
