@@ -234,8 +234,7 @@ class AdamW(torch.optim.AdamW):
         """
         observed = torch.optim.Optimizer.profile_hook_step(func)
 
-        @functools.wraps(func)
-        def step(self: AdamW, *args: Any, **kwargs: Any) -> Any:
+        def run(self: AdamW, *args: Any, **kwargs: Any) -> Any:
             if (
                 torch.autograd.profiler._is_profiler_enabled
                 or self._optimizer_step_pre_hooks
@@ -245,6 +244,19 @@ class AdamW(torch.optim.AdamW):
             ):
                 return observed(self, *args, **kwargs)
             return func(self, *args, **kwargs)
+
+        @functools.wraps(func)
+        def step(self: AdamW, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # which does not go on after a try block that it had to leave
+                return run(self, *args, **kwargs)
+            live = self._live
+            live.begun = False
+            try:
+                return run(self, *args, **kwargs)
+            except Exception:
+                if self._fused_step and not live.begun:  # a hook or the closure raised
+                    live.engine.abandon(self.param_groups, getattr(self, "found_inf", None))
+                raise
 
         return step
 
@@ -289,6 +301,7 @@ class AdamW(torch.optim.AdamW):
         grad_scale: float | Tensor | None = None,
     ) -> None:
         live = self._live
+        live.begun = True
         scale = getattr(self, "grad_scale", None)  # what a GradScaler hands over
         if grad_scale is not None:
             scale = grad_scale if scale is None else scale * grad_scale

@@ -45,7 +45,7 @@ def step(number: int, parameters: Sequence[Tensor], grad_scale: float | Tensor |
     DTensors leave the graph for their step: an operator over them would need a rule for how it splits. So does a step
     with a loss scale of its own: the operator would have to take a number or a tensor.
     """
-    if grad_scale is not None or any(map(sharding.is_sharded, parameters)):
+    if grad_scale is not None or any(map(sharding.crosses_ranks, parameters)):
         _eager_step(number, grad_scale)
         return
     positions = [position for position, parameter in enumerate(parameters) if parameter.grad is not None]

@@ -22,7 +22,8 @@ from .control import Control, flag_on, scale_on
 from .members import check_gradient, describe_position
 from .outcome import Outcome
 from .plan import NewPlan
-from .reduction import Ranks, Reduction, Shares, find
+from .ranks import find
+from .reduction import Reduction
 from .report import GradientReport, SkippedStepsWarning, next_warning, skip_warning
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from ruda_optim.fused_adamw.binding import Part, Plan
 
+    from .ranks import Ranks, Shares
     from .reduction import GlobalStatistics
     from .settings import Settings
 
@@ -155,42 +157,67 @@ class Engine:
 
     def run(self, inputs: StepInputs) -> None:
         """Take one step over all groups."""
-        self.check_whole()
-        control = self._control
-        control.read(inputs.groups, self._settings)
-        native = self._native
-        if native is not None and not inputs.stand_in and not _observed():
-            inverse_scale, _ = scale_on(_CPU, inputs.grad_scale)
-            found_inf = 0.0 if inputs.found_inf is None else float(inputs.found_inf)
-            control.memory(_CPU)
-            self.outcome = native
-            if self._amsgrad == control.amsgrad() and native.plan.step(
-                inputs.targets, inputs.gradients, inputs.watched_state, inputs.settle, inverse_scale, found_inf
-            ):
-                if EMPTY in native.plan.columns:
-                    _count_empty(native, inputs)
-                if native.plan.skipped or self._warn_at > 2:
-                    self._warn_of_skips(native, inputs.groups)
-                return
+        if self._native is not None and not inputs.stand_in and not _observed() and self._run_native(inputs):
+            return
         with torch.no_grad():
             self._run(inputs)
         outcome = self.outcome
         if outcome is not None and outcome.memory.counts.device == _CPU:
             self._warn_of_skips(outcome, inputs.groups)
 
+    def abandon(self, groups: list[dict[str, Any]], found_inf: Tensor | float | None) -> None:
+        """Something raised before :meth:`run`: tell the ranks that share these parameters, which would wait for us."""
+        ranks = find(groups, guarded=self._settings.measures, known=self._ranks)
+        if ranks is not None:
+            with torch.no_grad():
+                self._reduction(ranks, groups, found_inf).abandon()
+
+    def _prepare(self, inputs: StepInputs) -> None:
+        """What may be wrong before any tensor is looked at."""
+        self.check_whole()
+        self._control.read(inputs.groups, self._settings)
+        if self._amsgrad != self._control.amsgrad():
+            self.forget()
+
+    def _run_native(self, inputs: StepInputs) -> bool:
+        """Take the step in one native call; False if the plan does not fit any more."""
+        native = self._native
+        self._prepare(inputs)
+        if native is not self._native or native is None:
+            return False
+        inverse_scale, _ = scale_on(_CPU, inputs.grad_scale)
+        found_inf = 0.0 if inputs.found_inf is None else float(inputs.found_inf)
+        self._control.memory(_CPU)
+        self.outcome = native
+        if not native.plan.step(
+            inputs.targets, inputs.gradients, inputs.watched_state, inputs.settle, inverse_scale, found_inf
+        ):
+            return False
+        if EMPTY in native.plan.columns:
+            _count_empty(native, inputs)
+        if native.plan.skipped or self._warn_at > 2:
+            self._warn_of_skips(native, inputs.groups)
+        return True
+
     def _run(self, inputs: StepInputs) -> None:
-        if self._plan is None or not self._plan.fits(inputs.targets) or self._amsgrad != self._control.amsgrad():
+        if self._plan is None or not self._plan.fits(inputs.targets):
             self.forget()
             self._in_modules.clear()
-            self._ranks = find(inputs.parameters, guarded=self._settings.measures)
+            self._ranks = find(inputs.groups, guarded=self._settings.measures, known=self._ranks)
         if self._ranks is None:
+            self._prepare(inputs)
             self._step(inputs, None)
             return
-        summed = self._settings.measures or inputs.found_inf is not None
-        with Reduction(self._ranks, len(inputs.groups), enabled=summed) as reduction:
+        with self._reduction(self._ranks, inputs.groups, inputs.found_inf) as reduction:
             self.check_ranks()
+            self._prepare(inputs)
             gradients = reduction.settle(inputs.parameters, inputs.own_gradients(), inputs.where)
             self._step(replace(inputs, gradients=gradients), reduction)
+
+    def _reduction(self, ranks: Ranks, groups: list[dict[str, Any]], found_inf: Tensor | float | None) -> Reduction:
+        settings = f"{self._settings.check_finite} {self._settings.max_grad_norm}"
+        enabled = self._settings.measures or found_inf is not None
+        return Reduction(ranks, len(groups), enabled=enabled, settings=settings)
 
     def _step(self, inputs: StepInputs, reduction: Reduction | None) -> None:
         """Bind a plan to this step's tensors, building it where the kept one does not fit, and launch it."""
@@ -253,7 +280,7 @@ class Engine:
         if reduction is not None and reduction.enabled:
             sums = [self._shares(part, plan, reduction, inputs).sums(part.rows) for part in parts if len(part.columns)]
             total = reduction.run(updated if measured else None, sums if measured else [], found_inf)
-            if total.report.device.type == "cpu":
+            if all(device.type == "cpu" for device in devices):
                 total.check()
             else:
                 self._pending = total

@@ -27,6 +27,7 @@ class Live:
         self._owner = weakref.ref(owner)
         self.settings = settings
         self.engine = Engine(settings)
+        self.begun = False  # whether the engine took over the step; see ``AdamW.profile_hook_step``
         self.state_shown = True
         self.tensors_shared = True  # by a state dict: the tensors, not the dicts that hold them
         self.follow(owner.__dict__.get("param_groups", ()))

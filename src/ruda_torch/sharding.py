@@ -1,4 +1,4 @@
-"""Sharded parameters: with :mod:`ruda_torch.reduction` the only file that looks at DTensor and torch.distributed.
+"""Sharded parameters: with :mod:`ruda_torch.ranks` the only file that looks at DTensor and torch.distributed.
 
 A DTensor is a part on each rank of a device mesh. The kernels work on parts.
 """
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ruda_optim.fused_adamw import InvalidOption, InvalidState, InvalidTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -40,9 +40,10 @@ def is_sharded(tensor: object) -> bool:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """True for a tensor of torch's FakeTensorMode: shape and dtype without memory."""
+    """True for a tensor on ``meta`` or of torch's FakeTensorMode: shape and dtype without memory."""
+    part = local(tensor)
     fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
-    return fake is not None and isinstance(local(tensor), fake)
+    return part.is_meta or (fake is not None and isinstance(part, fake))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -78,6 +79,46 @@ def placed_like(what: str, value: Tensor, parameter: Tensor) -> Tensor:
             f"{what} cannot be split as {placements}: {error}. Load it with torch.distributed.checkpoint.state_dict."
             "set_optimizer_state_dict"
         ) from error
+
+
+def mark_distinct(parameters: Iterable[Tensor], *, copies: int = 1) -> None:
+    """Say that other ranks hold other parameters in the place of these: experts, above all.
+
+    Without it, plain tensors count as copies on all ranks, and so do DTensors on a mesh of some ranks on the others.
+    Marked parameters count once each in the global norm, and they may lack gradients on some ranks. Mark them on every
+    rank before the first step and after ``fully_shard``, which replaces parameters.
+
+    Args:
+        parameters: the parameters, for example ``model.experts.parameters()``.
+        copies: on how many ranks (for DTensors: meshes) the same parameter is held, its gradients averaged.
+    """
+    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+        raise InvalidOption(f"copies must be a whole number of ranks or meshes, at least 1, got {copies!r}")
+    for parameter in parameters:
+        parameter._ruda_copies = copies  # type: ignore[attr-defined]
+
+
+def copies_of(parameter: Tensor) -> int | None:
+    """What :func:`mark_distinct` said of the parameter; None if it said nothing."""
+    return getattr(parameter, "_ruda_copies", None)
+
+
+def crosses_ranks(parameter: Tensor) -> bool:
+    """Whether the statistics of this parameter need other ranks."""
+    return is_sharded(parameter) or copies_of(parameter) is not None
+
+
+def zero_redundancy_wrapper(groups: Sequence[dict[str, Any]]) -> Any:
+    """The ZeroRedundancyOptimizer whose optimizer on this rank has these very parameter groups, or None."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None:
+        return None
+    for thing in gc.get_objects():
+        if issubclass(type(thing), module.ZeroRedundancyOptimizer):
+            optimizer = getattr(thing, "optim", None)
+            if optimizer is not None and optimizer.param_groups is groups:
+                return thing
+    return None
 
 
 def misplaced_gradients(
@@ -145,8 +186,13 @@ def check_not_replaced(
     mine = {id(parameter) for parameter in parameters}
     held: set[int] = set()
     foreign: set[torch.Size] = set()
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    fsdp_parameter = () if fsdp is None else fsdp.FSDPParam
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.nn.Module):
+        if issubclass(type(thing), fsdp_parameter):
+            # Between a forward and a backward pass the module holds the gathered parameter instead.
+            held.add(id(thing.sharded_param))
+        elif issubclass(type(thing), torch.nn.Module):
             for parameter in vars(thing).get("_parameters", {}).values():
                 held.add(id(parameter))
                 if isinstance(parameter, dtensor) and id(parameter) not in mine:

@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ruda_torch
 from ruda_optim.fused_adamw import InvalidOption, InvalidState, InvalidTensor
-from ruda_torch.reduction import Reduction, find
+from ruda_torch.ranks import find
+from ruda_torch.reduction import Reduction
 
 
 def _model_with_gradients(context: Context, shard=fsdp, **options):
@@ -243,7 +244,7 @@ def _one_step(parameter: nn.Parameter, plain: nn.Parameter, **options) -> None:
 
 @check(4)
 def parameters_of_other_ranks_are_noticed(context: Context) -> None:
-    """Ranks 0-2 hold one kind of stage, rank 3 another, on one mesh: the elements do not add up."""
+    """Ranks 0-2 hold one kind of stage, rank 3 another, on one mesh."""
     mesh = context.mesh()
     rows = 4 if context.rank < 3 else 8
     from torch.distributed.tensor import DTensor
@@ -251,7 +252,7 @@ def parameters_of_other_ranks_are_noticed(context: Context) -> None:
     parameter = nn.Parameter(DTensor.from_local(torch.ones(rows // 4, 3), mesh, [Shard(0)], run_check=False))
     parameter.grad = torch.ones_like(parameter)
     optimizer = ruda_torch.AdamW([parameter], fused_step=True)
-    with pytest.raises(InvalidState, match=r"add up to 15 elements.*pipeline stages"):
+    with pytest.raises(InvalidState, match=r"do not have the same parameter groups.*different stages"):
         optimizer.step()
     assert not optimizer.state
 
@@ -296,7 +297,7 @@ def one_reduction_per_step(context: Context) -> None:
             norms = optimizer.last_group_norms  # reading on one rank alone must not wait for another
         finally:
             dist.all_reduce = reduce
-        assert sizes == [8 * (5 + 2 * 2)] * calls
+        assert sizes == [8 * (6 + 2 * 8)] * calls
         same_on_all_ranks(*norms)
         del model
 
@@ -305,13 +306,17 @@ def one_reduction_per_step(context: Context) -> None:
 def the_sum_over_ranks_never_visits_the_host(context: Context) -> None:
     """What stops the update is on the device, the same on every rank; the host reads when ``check`` is called."""
     parameter = nn.Parameter(distribute_tensor(torch.ones(3, 2), context.mesh(), [Shard(0)]))
-    ranks = find([parameter], guarded=True)
+    ranks = find([{"params": [parameter]}], guarded=True)
     part = parameter.to_local().numel()
     rank = context.rank
 
     def sums(bad: float) -> list[torch.Tensor]:
         shares = ranks.shares([parameter], torch.tensor([1]), torch.tensor([0]), 1, torch.device("cpu"))
         return [shares.sums(torch.tensor([[2.0, float(part), bad]]))]
+
+    with Reduction(ranks, 1, enabled=True) as reduction:  # the ranks agree on what they have, once
+        reduction.settle([parameter], [None], str)
+        reduction.run(None, ())
 
     def summed(*, failed=False, gradient=True, elements=True, bad=0.0, skip=None):
         with _no_read(), Reduction(ranks, 1, enabled=True) as reduction:
@@ -335,7 +340,7 @@ def the_sum_over_ranks_never_visits_the_host(context: Context) -> None:
         statistics.check()  # no error: nothing but a step to skip
     for spoiled, text in (
         (summed(gradient=rank == 0), "do not have gradients for the same parameters"),
-        (summed(elements=rank == 0), "add up to"),
+        (summed(elements=rank == 0), "add up to 4 elements"),
         (summed(failed=rank == 1), "1 of 2 ranks could not take this step"),
     ):
         if spoiled is None:  # this is the rank that failed

@@ -23,6 +23,7 @@ from sharded_models import (
 )
 from sharded_worker import Context, check
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -111,6 +112,11 @@ def saved_on_four(context: Context) -> None:
     optimizer = torch.optim.AdamW(groups_of(model), lr=LR)
     train(model, optimizer, context.mesh(), 2)
     save(model, optimizer, context.folder / "torch")
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=str(context.folder / "torch_raw"))
+    model = fsdp(build(torch.bfloat16), context.mesh())
+    optimizer = torch.optim.AdamW(groups_of(model), lr=LR)
+    train(model, optimizer, context.mesh(), 2)
+    save(model, optimizer, context.folder / "torch_half")
     dist.barrier()
 
 
@@ -146,6 +152,50 @@ def a_checkpoint_of_torchs_adamw_is_loaded(context: Context) -> None:
     # The two orders of operations differ by roundings: below 16 u of the largest step, lr / (1 - beta1).
     for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert float((full(parameter) - full(other)).abs().max()) <= 16 * 2.0**-24 * (10 * LR + 1.0)
+
+
+@check(1, 2)
+def a_checkpoint_of_torchs_adamw_has_no_masters(context: Context) -> None:
+    """What it lacks is left as it is; the weights that were loaded with it are what the next step starts from."""
+    mesh = context.mesh()
+    partial = DefaultLoadPlanner(allow_partial_load=True)
+    for split in (True,):
+        model, twin = fsdp(build(torch.bfloat16), mesh), fsdp(build(torch.bfloat16), mesh)
+        optimizer = optimizer_of(model, split_master=split)
+        theirs = torch.optim.AdamW(groups_of(twin), lr=LR)
+        train(model, optimizer, mesh, 3)  # its masters are those of other weights
+        load(model, optimizer, context.folder / "torch_half", planner=partial)
+        load(twin, theirs, context.folder / "torch_half")
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(full(parameter), full(other))
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert optimizer.state[parameter][key].dtype is torch.float32
+                assert torch.equal(full(optimizer.state[parameter][key]).bfloat16(), full(theirs.state[other][key]))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        before = [full(parameter).clone() for parameter in model.parameters()]
+        train(model, optimizer, mesh, 1)
+        for parameter, other in zip(model.parameters(), before, strict=True):
+            assert torch.equal(full(parameter), other), "nothing but the loaded weights may come back"
+
+
+@check(1, 2)
+def a_state_dict_of_torchs_adamw_is_loaded(context: Context) -> None:
+    """Saved without get_state_dict: the settings under ``ruda`` are then missing, and stay what they are."""
+    mesh = context.mesh()
+    model, twin = fsdp(build(), mesh), fsdp(build(), mesh)
+    optimizer = optimizer_of(model, max_grad_norm=0.5)
+    theirs = torch.optim.AdamW(groups_of(twin), lr=LR)
+    train(model, optimizer, mesh, 1)  # makes the state that is to be loaded
+    state = {"optimizer": optimizer.state_dict()}
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=str(context.folder / "torch_raw"), planner=planner)
+    optimizer.load_state_dict(state["optimizer"])
+    load(twin, theirs, context.folder / "torch")
+    assert optimizer.max_grad_norm == 0.5
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(full(optimizer.state[parameter][key]), full(theirs.state[other][key]))
 
 
 @check(2)

@@ -29,6 +29,7 @@ OTHER_ROOTS = {
     f"{FUSED}/kernels/csrc/gradient_stats.h": "the same norm, where the device decides about clipping",
     "ruda_torch/adamw.py": "the L2 norms per parameter group",
     "ruda_torch/reduction.py": "the L2 norm over all ranks",
+    "ruda_torch/ranks.py": "the weight of copies on many ranks",
     "ruda_torch/report.py": "the L2 norm of each parameter's gradient",
 }
 SQUARE_ROOT = re.compile(r"\w*(?<![a-z])r?sqrt(?:f|_rn|_)?\s*\(|__fsqrt|\*\*\s*\(?\s*0\.5|\.sqrt\b")
@@ -167,7 +168,7 @@ def test_two_files_know_torch_distributed() -> None:
         for name in imported_modules(path)
         if name.startswith("torch.distributed") or "DTensor" in name
     }
-    assert users <= {"ruda_torch/sharding.py", "ruda_torch/reduction.py"}
+    assert users <= {"ruda_torch/sharding.py", "ruda_torch/ranks.py"}
 
 
 def test_optional_compilers_are_imported_by_their_backend_only() -> None:
