@@ -74,7 +74,10 @@ def check_group_keys(number: int, group: dict[str, Any]) -> None:
     for name in SETTINGS:
         if name in group:
             why = "the norm is global" if name == "max_grad_norm" else "it is one for all groups"
-            raise InvalidOption(f"group {number}: {name} is no option of a group: {why}; pass it to AdamW(...)")
+            raise InvalidOption(
+                f"group {number}: {name} is no option of a group: {why}; pass it to AdamW(...), or to a wrapper that "
+                f"makes groups of its arguments as functools.partial(AdamW, {name}={group[name]!r})"
+            )
 
 
 def check_group_switches(number: int, group: dict[str, Any], *, capturable: bool) -> None:

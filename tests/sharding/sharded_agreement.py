@@ -161,7 +161,7 @@ def an_error_on_one_rank_is_an_error_on_all(context: Context) -> None:
         plain.grad = torch.zeros(plain.shape, dtype=torch.float64)
 
     for spoil, kind, text in (
-        (refuse_option, InvalidOption, "group 1: .*epsilon"),
+        (refuse_option, InvalidOption, "group 1: .*eps"),
         (refuse_state, InvalidState, "the state of parameter .* must have step"),
         (refuse_gradient, InvalidTensor, "the gradient of parameter .* must be float32"),
     ):

@@ -37,7 +37,7 @@ import ruda_torch
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {"amsgrad": True},
     "master": {"dtype": torch.bfloat16, "split_master": False},
-    "split": {"dtype": torch.bfloat16, "split_master": True},
+    "split": {"dtype": torch.bfloat16},
 }
 """What is saved on 4 ranks and loaded on 2 and on 1."""
 

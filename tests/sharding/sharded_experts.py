@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -89,9 +90,8 @@ def copies_may_differ_in_roundings(context: Context) -> None:
 def _zero(model: nn.Module, **options):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # here, because its module warns when imported
 
-    return ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_class=ruda_torch.AdamW, lr=1e-2, fused_step=True, **options
-    )
+    make = functools.partial(ruda_torch.AdamW, fused_step=True, **options)
+    return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=make, lr=1e-2)
 
 
 @check(2)
@@ -118,6 +118,8 @@ def zero_redundancy_optimizer(context: Context) -> None:
             # The norms' last bits differ, which moves clipped gradients below 0.25 by 2 u: far below 1e-6 of lr.
             assert float((parameter - other).detach().abs().max()) <= 1e-6
             parameter.grad = other.grad = None
+    with pytest.raises(InvalidOption, match=r"fused_step is no option of a group.*functools\.partial"):
+        type(wrapper)(model.parameters(), optimizer_class=ruda_torch.AdamW, fused_step=True)
     # An error on one rank is one on all, here too.
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -110,3 +110,31 @@ def the_parameters_of_gathered_modules_count_as_held(context: Context) -> None:
     optimizer.step()
     assert len(optimizer.state) == 2
     assert average is not None
+
+
+@check(2)
+def memory_runs_out_on_one_rank(context: Context) -> None:
+    """What a step needs is allocated before the sum, so that no rank updates when another cannot."""
+    mesh = context.mesh()
+    for dtype in (torch.float32, torch.bfloat16):
+        model = fsdp(build(dtype), mesh)
+        optimizer = optimizer_of(model)
+        loss_of(model, part_of_batch(next(batches(1, dtype)), mesh, ("dp",))).backward()
+        before = copy_of(model)
+        with pytest.MonkeyPatch.context() as patch:
+            if context.rank == 1:
+                for name in ("empty_like", "zeros_like"):
+                    patch.setattr(torch, name, _no_memory)
+            with pytest.raises(
+                torch.OutOfMemoryError if context.rank == 1 else InvalidState,
+                match="none left" if context.rank == 1 else "1 of 2 ranks could not take this step",
+            ):
+                optimizer.step()
+        assert all(map(torch.equal, copy_of(model), before))
+        assert not optimizer.state
+        optimizer.step()
+        assert not all(map(torch.equal, copy_of(model), before))
+
+
+def _no_memory(*_, **__):
+    raise torch.OutOfMemoryError("none left")

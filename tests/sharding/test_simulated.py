@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ruda_torch
+from ruda_optim.fused_adamw import InvalidTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,3 +46,33 @@ def test_a_fake_process_group_stands_for_ranks_like_this_one(mesh: DeviceMesh) -
     model.weight.grad.to_local()[0, 0] = math.nan
     optimizer.step()
     assert optimizer.last_step_skipped
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "max_grad_norm": 1.0}], ids=["plain", "amsgrad"])
+def test_sharded_tensors_without_memory_get_state_without_memory(mesh: DeviceMesh, options: dict) -> None:
+    """Estimates of memory run the step under FakeTensorMode: the state has its shapes, and nothing is launched."""
+    with FakeTensorMode():
+        model = nn.Linear(8, 6)
+        fully_shard(model, mesh=mesh)
+        optimizer = ruda_torch.AdamW(model.parameters(), fused_step=True, **options)
+        for _ in range(2):
+            model(torch.randn(3, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for parameter in model.parameters():
+            entry = optimizer.state[parameter]
+            assert entry.keys() == {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if options else set())
+            assert entry["exp_avg"].to_local().shape == parameter.to_local().shape
+            assert entry["exp_avg"].placements == parameter.placements
+
+
+def test_several_ranks_in_one_process_are_refused(mesh: DeviceMesh) -> None:
+    """LocalTensorMode keeps a tensor per rank behind one that has no memory of its own."""
+    simulation = pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode")
+    with simulation.LocalTensorMode(4):
+        parameter = nn.Parameter(distribute_tensor(torch.ones(8, 3), init_device_mesh("cpu", (4,)), [Shard(0)]))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = ruda_torch.AdamW([parameter], fused_step=True)
+        with pytest.raises(InvalidTensor, match=r"parameter 0 of group 0 .*LocalTensor"):
+            optimizer.step()
+        assert not optimizer.state
