@@ -29,7 +29,9 @@ _optimizers: weakref.WeakValueDictionary[int, AdamW] = weakref.WeakValueDictiona
 _numbers = itertools.count(1)
 
 _LIBRARY = torch.library.Library("ruda_torch", "DEF")
-_LIBRARY.define("adamw_step(int optimizer, int[] positions, Tensor(a!)[] params, Tensor[] grads) -> ()")
+_SCHEMA = "adamw_step(int optimizer, int[] positions, Tensor(a!)[] params, Tensor[] grads) -> ()"
+# Not for a CUDA graph that torch.compile makes by itself: the host looks at hyperparameters and tensors at every step.
+_LIBRARY.define(_SCHEMA, tags=(torch.Tag.cudagraph_unsafe,))
 
 
 def register(optimizer: AdamW) -> int:

@@ -154,11 +154,11 @@ def test_launches_of_a_step(kind, options, most, compiler) -> None:
 
 
 def test_a_capturable_step_adds_the_decision_alone(compiler) -> None:
-    """Statistics, merge, decision, update; what keeps the count of skipped steps is torch's."""
+    """Statistics, decision (which merges), update."""
     parameters, optimizer = made("fp32", capturable=True, max_grad_norm=1.0)
     steady(optimizer, parameters)
     kernels = [name for name in device_kernels(optimizer.step) if "at::native" not in name]
-    assert 1 <= len(kernels) <= 4, kernels
+    assert 1 <= len(kernels) <= 3, kernels
 
 
 def host_reads(call) -> int:

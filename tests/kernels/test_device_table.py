@@ -1,7 +1,10 @@
-"""The device copy of a launch table, with the CPU as the device, and the staging ring with events that are made up."""
+"""The device copy of a launch table, with the CPU as the device, and captures that are made up. No GPU is involved."""
 
 from __future__ import annotations
 
+import gc
+import types
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -9,91 +12,147 @@ import torch
 
 from ruda_optim.fused_adamw.kernels import device_table as module
 from ruda_optim.fused_adamw.kernels.device_table import (
-    SLOTS,
     STATISTICS_KIND,
     UPDATE_KIND,
-    StagingRing,
+    StreamOrder,
     describe_blocks,
     device_table,
+    keep_for_graphs,
+    one_step,
+    upload,
+    upload_in_graph,
 )
 from ruda_optim.fused_adamw.kernels.tables import COEFFICIENTS, Field, Flag, LaunchTable, TensorMemory
 
 CPU = torch.device("cpu")
 
 
-class Event:
-    """Counts; ``log`` is shared by all events of a test."""
-
-    log: list[tuple[str, int]]
-
-    def __init__(self) -> None:
-        self.number = sum(1 for what, _ in self.log if what == "new")
-        self.log.append(("new", self.number))
-
-    def record(self) -> None:
-        self.log.append(("record", self.number))
-
-    def synchronize(self) -> None:
-        self.log.append(("wait", self.number))
-
-
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    log: list[tuple[str, int]] = []
-    monkeypatch.setattr(Event, "log", log, raising=False)
-    return log
-
-
-def test_a_slot_is_used_again_only_after_its_event(log: list[tuple[str, int]]) -> None:
-    ring = StagingRing(CPU, Event)
-    target = torch.zeros(4, dtype=torch.int64)
-    for step in range(SLOTS + 2):
-        ring.upload(torch.full((4,), step), target)
-        assert target.tolist() == [step] * 4
-    waits = [(i, number) for i, (what, number) in enumerate(log) if what == "wait"]
-    assert [number for _, number in waits] == [0, 1]
-    for i, number in waits:
-        assert log[i + 1] == ("record", number)  # the slot's own event marks its next copy too
-    assert sum(what == "record" for what, _ in log) == SLOTS + 2
-
-
-def test_the_source_may_change_right_after_an_upload(
-    log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The copy to the device is deferred here, as a stream defers it: it must come from the ring's own memory."""
+def test_the_source_may_change_right_after_an_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy to the device is deferred here, as a stream defers it: it must come from memory of its own."""
     deferred = []
-    real = StagingRing._copy
 
     def later(source: torch.Tensor, stage: torch.Tensor, target: torch.Tensor) -> None:
-        middle = torch.empty_like(target)
-        real(source, stage, middle)
-        deferred.append((stage.view(source.dtype), target))
+        stage = stage.view(source.dtype)
+        stage.copy_(source.view(-1))
+        deferred.append((stage, target))
 
-    monkeypatch.setattr(StagingRing, "_copy", staticmethod(later))
-    ring = StagingRing(CPU, Event)
-    targets = [torch.zeros(1000 * (i + 1)) for i in range(SLOTS)]
-    source = torch.empty(1000 * SLOTS)
+    monkeypatch.setattr(module, "_copy", later)
+    targets = [torch.zeros(1000 * (i + 1)) for i in range(20)]
+    source = torch.empty(20_000)
     for i, target in enumerate(targets):
         source.fill_(i + 1)
-        ring.upload(source[: target.numel()], target)
+        upload(source[: target.numel()], target)
     source.fill_(-1)
     for stage, target in deferred:
         target.copy_(stage)
-    assert [target.unique().tolist() for target in targets] == [[i + 1] for i in range(SLOTS)]
+    assert [target.unique().tolist() for target in targets] == [[i + 1] for i in range(20)]
 
 
-def test_staging_for_a_graph_is_never_shared() -> None:
-    ring = StagingRing(CPU)
-    before = len(module._captured)
+# ------------------------------------------------------------------------------------------------- captures and streams
+
+
+class Capture:
+    """A capture that is made up: copies to the device are written down."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, int]] = []  # where host memory was read, and how many bytes
+
+    def copy(self, source: torch.Tensor, stage: torch.Tensor, target: torch.Tensor) -> None:
+        stage = stage.view(source.dtype)
+        stage.copy_(source.view(-1))
+        target.view(-1).copy_(stage)
+        self.copies.append((stage.data_ptr(), stage.numel() * stage.element_size()))
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
+    capture = Capture()
+    monkeypatch.setattr(module, "capturing", lambda device: True)
+    monkeypatch.setattr(module, "_copy", capture.copy)
+    monkeypatch.setattr(module, "_kept", {})
+    return capture
+
+
+def test_staging_for_a_graph_is_never_shared(capture: Capture) -> None:
     targets = [torch.zeros(5), torch.zeros(300_000), torch.zeros(5)]
     for i, target in enumerate(targets):
-        ring.upload_for_ever(torch.full(target.shape, float(i + 1)), target)
-    stages = module._captured[before:]
-    spans = sorted((stage.data_ptr(), stage.data_ptr() + stage.numel()) for stage in stages)
+        upload_in_graph(torch.full(target.shape, float(i + 1)), target)
+    spans = sorted((begin, begin + size) for begin, size in capture.copies)
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-    assert [float(stage.view(torch.float32)[-1]) for stage in stages] == [1.0, 2.0, 3.0]
-    assert all(stage.data_ptr() % 16 == 0 for stage in stages)
-    del module._captured[before:]
+    assert all(begin % 16 == 0 for begin, _ in spans)
+    kept = [stage.view(torch.float32)[:5].tolist() for stage in module._kept.values()]
+    assert [stage[0] for stage in kept] == [1.0, 2.0, 3.0]
+
+
+def test_a_captured_step_makes_one_copy_of_its_table_and_leaves_nothing_but_its_staging_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table, _gradients = make()
+    device_table(table).blocks(table, 64, UPDATE_KIND)  # the step before the capture
+    capture = Capture()
+    monkeypatch.setattr(module, "capturing", lambda device: True)
+    monkeypatch.setattr(module, "_copy", capture.copy)
+    monkeypatch.setattr(module, "_kept", {})
+    with one_step(table):
+        copies = [device_table(table) for _ in range(3)]
+        copies[0].blocks(table, 64, UPDATE_KIND)
+    assert copies[0] is copies[1] is copies[2]
+    assert copies[0] is not table.device_cache["device_table"]
+    assert len(capture.copies) == 2, "layouts and fields"
+    assert torch.equal(copies[0].fields, table.fields)
+    with one_step(table):
+        assert device_table(table) is not copies[0], "another capture must fill a copy of its own"
+    fields = weakref.ref(copies[0].fields)
+    del copies
+    gc.collect()
+    assert fields() is None, "the graph's own pool owns the device's memory"
+
+
+def test_a_graph_cannot_capture_coefficients_of_the_host(capture: Capture) -> None:
+    table, _gradients = make()
+    with pytest.raises(RuntimeError, match=r"every replay would repeat this one step. Capture ruda_torch\.AdamW"):
+        device_table(table).step_values(torch.zeros(1, COEFFICIENTS), 1.0, 1.0)
+
+
+def test_a_capture_needs_a_step_before_it(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, _gradients = make(numel=77)
+    with pytest.raises(RuntimeError, match="only after a step with the same tensors"):
+        device_table(table).blocks(table, 64, UPDATE_KIND)
+
+
+def test_memory_that_is_kept_for_graphs_is_kept_once(capture: Capture) -> None:
+    memory = torch.zeros(4)
+    keep_for_graphs(memory, torch.zeros(3))
+    keep_for_graphs(memory)
+    assert len(module._kept) == 2
+    del memory
+    gc.collect()
+    assert [tensor.tolist() for tensor in module._kept.values()] == [[0.0] * 4, [0.0] * 3]
+
+
+class Stream:
+    """Writes down for whom it waited."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.waited: list[str] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other.name)
+
+
+def test_memory_waits_for_the_stream_that_used_it_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Stream("first"), Stream("second")
+    current = [first]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    order = StreamOrder(torch.device("cuda", 0))
+    recorded: list[str] = []
+    order.add(types.SimpleNamespace(record_stream=lambda stream: recorded.append(stream.name)))
+    for stream in (first, second, second, first):
+        current[0] = stream
+        order.follow()
+    assert (first.waited, second.waited) == (["second"], ["first"])
+    assert recorded == ["first", "second", "first"]
 
 
 # ----------------------------------------------------------------------------------------------------------- block maps
@@ -149,13 +208,13 @@ def test_tables_of_equal_shapes_share_a_block_map() -> None:
 def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of every upload."""
     sizes: list[int] = []
-    real = StagingRing.upload
+    real = module._copy
 
-    def upload(self: StagingRing, source: torch.Tensor, target: torch.Tensor) -> None:
+    def copy(source: torch.Tensor, stage: torch.Tensor, target: torch.Tensor) -> None:
         sizes.append(source.numel() * source.element_size())
-        real(self, source, target)
+        real(source, stage, target)
 
-    monkeypatch.setattr(StagingRing, "upload", upload)
+    monkeypatch.setattr(module, "_copy", copy)
     return sizes
 
 
@@ -205,8 +264,8 @@ def test_step_values(uploads: list[int]) -> None:
     uploads.clear()
     for rows in (1, 3, 2):
         given = torch.rand(rows, COEFFICIENTS)
-        coefficients, decision = copy.step_values(given, 0.25)
+        coefficients, decision = copy.step_values(given, 0.5, 0.25)
         assert torch.equal(coefficients, given)
-        assert decision.tolist() == [0.0, 0.25]
+        assert decision.tolist() == [0.0, 0.25, 0.5, 0.0]
         assert coefficients.data_ptr() % 16 == 0
     assert len(uploads) == 3  # one copy a step

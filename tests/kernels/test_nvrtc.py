@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from fused_adamw import host_simulator
-from ruda_optim.fused_adamw.gradient_norm import GradientGuardOptions, GradientStats
 from ruda_optim.fused_adamw.kernels import cpu
 from ruda_optim.fused_adamw.kernels.device_table import device_table
 from ruda_optim.fused_adamw.kernels.nvrtc import launch as nvrtc
@@ -283,63 +282,18 @@ def test_more_than_two_to_the_31_elements(launcher, simulated) -> None:
     for row in range(Field.PARAM, Field.NUMEL):
         if table.fields[row, 0]:
             table.fields[row] -= begin * sizes.get(Field(row), 4)
-    values = device_table(table).step_values(rows, 1.0)
+    values = device_table(table).step_values(rows, 1.0, 1.0)
     blocks = torch.tensor([chunk, 0])
     for instance in ("ruda::update<2, 2, 1>", "ruda::update<-1, -1, -1>"):
         for tensor, start in zip(actual.values(), tensors_of(kind.memory()).values(), strict=True):
             tensor.copy_(start)
         launcher(CPU, instance, 1, table.fields.data_ptr(), table.layouts.data_ptr(), blocks.data_ptr(), 1,
-                 values[0].data_ptr(), values[1].data_ptr(), 0, 1.0)  # fmt: skip
+                 values[0].data_ptr(), values[1].data_ptr(), 0)  # fmt: skip
         assert_same_bits(actual, wanted)
     del gradients
 
 
-# ------------------------------------------------------------------------------------------------- the device decides
-
-
-def hyperparameters_of(options: AdamWOptions, max_norm: float | None) -> list[float]:
-    sign = -1.0 if options.maximize else 1.0
-    norm = -1.0 if max_norm is None else max_norm
-    return [
-        options.learning_rate,
-        options.beta1,
-        options.beta2,
-        options.epsilon,
-        options.weight_decay,
-        sign,
-        norm,
-        1e-6,
-    ]
-
-
-GROUPS = (AdamWOptions(), AdamWOptions(learning_rate=0.1, beta1=0.0, beta2=0.5, maximize=True))
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.0, 0.5, 1e9])
-@pytest.mark.parametrize("report", [(0, 0, 0), (0, 2.5, 3.0), (0, 3e38, 5e6), (0, 1e-44, 2.0), (1, 2.5, 3.0), None])
-def test_decide_agrees_with_the_host(max_norm, report, simulated) -> None:
-    count = nvrtc.THREADS + 3  # more than one block
-    steps = torch.arange(count, dtype=torch.float32) % 7 * 1000
-    before = steps.clone()
-    gradient = torch.zeros(1)
-    memories = [TensorMemory(gradient=gradient, step=step) for step in steps]
-    table = LaunchTable(memories, CPU)
-    table.fields[Field.COEFFICIENTS] = torch.arange(count) % 2
-    hyperparameters = torch.tensor([hyperparameters_of(group, max_norm) for group in GROUPS], dtype=torch.float64)
-    coefficients, decision = torch.full((count, COEFFICIENTS), -7.0), torch.full((2,), -7.0)
-    device_report = None if report is None else torch.tensor(report, dtype=torch.float32)
-    simulated.decide(table, hyperparameters, device_report, coefficients, decision)
-
-    skip, clip = False, 1.0
-    if report is not None:
-        stats = GradientStats.from_report(*device_report.tolist(), elements=1, tensors=1, gradient_scale=1.0)
-        wanted = stats.decision(GradientGuardOptions(max_norm=max_norm))
-        skip, clip = wanted.skip_update, wanted.clip_factor
-    assert decision.tolist() == [float(skip), clip]
-    assert torch.equal(steps, before if skip else before + 1)
-    rows = torch.tensor([GROUPS[i % 2].prepare_step(int(before[i])).row for i in range(count)])
-    # Equal up to one ulp of FP32: the powers are FP64 on both sides, but not always rounded alike.
-    assert torch.all((coefficients - rows).abs() <= 2.0**-23 * rows.abs())
+# ------------------------------------------------------------- the device decides: the decision is in test_decide.py
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -348,8 +302,9 @@ def test_update_takes_the_devices_decision(skip, simulated, on_cpu) -> None:
     rows = coefficient_rows(*(AdamWOptions(learning_rate=0.1 * (i + 1)) for i in range(3)))
     own, others = [kind.memory(1) for kind in kinds], [kind.memory(1) for kind in kinds]
     actual, wanted = [[tensors_of(memory) | {"gradient": memory.gradient} for memory in x] for x in (own, others)]
-    # Row i for tensor i, whatever Field.COEFFICIENTS says: there it names the group. The host's clip factor is ignored.
-    simulated.adamw_scaled(LaunchTable(own, CPU), rows, 0.5, 77.0, decision=torch.tensor([float(skip), 0.25]))
+    # Row i for tensor i, whatever Field.COEFFICIENTS says: there it names the group. The host's factors are ignored.
+    decision = torch.tensor([float(skip), 0.25, 0.5, 0.0])
+    simulated.adamw_scaled(LaunchTable(own, CPU), rows, 77.0, 77.0, decision=decision)
     if not skip:
         table = LaunchTable(others, CPU)
         table.fields[Field.COEFFICIENTS] = torch.arange(3)
@@ -363,5 +318,4 @@ def test_an_empty_table_launches_nothing(launcher, simulated) -> None:
     empty = LaunchTable([], CPU)
     simulated.adamw_scaled(empty, torch.zeros(0, COEFFICIENTS), 1.0, 1.0)
     simulated.analyze_gradient(empty, torch.zeros(0, 3), 1.0)
-    simulated.decide(empty, torch.zeros(1, 8, dtype=torch.float64), None, torch.zeros(0, COEFFICIENTS), torch.zeros(2))
     assert launcher.launched == []

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fused_adamw import aot_nvrtc
+from ruda_optim.fused_adamw import kernels
 from ruda_optim.fused_adamw.kernels.nvrtc import compiler as nvrtc_compiler
 from ruda_optim.fused_adamw.kernels.nvrtc import launch as nvrtc
 from ruda_optim.fused_adamw.kernels.tables import Flag
@@ -47,7 +48,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch):
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize(
-    "instance", ["ruda::update<0, 0, 1>", "ruda::update<-1, -1, -1>", "ruda::analyze<2>", "ruda::decide<true>"]
+    "instance", ["ruda::update<0, 0, 1>", "ruda::update<-1, -1, -1>", "ruda::analyze<2>", "ruda::decide"]
 )
 def test_compiles_without_a_driver(instance: str, arch: str) -> None:
     compiled, log = nvrtc_compiler.compile_instance(instance, arch)
@@ -67,11 +68,28 @@ def test_a_source_that_nvrtc_refuses_is_an_error_with_its_log(cache: pathlib.Pat
 
 
 @needs_nvrtc
-def test_the_architecture_is_the_devices_or_an_earlier_minor_version() -> None:
+def test_the_architecture_is_the_devices_or_the_first_of_its_major_version() -> None:
     assert nvrtc_compiler.architecture(9, 0) == "sm_90"
     assert nvrtc_compiler.architecture(8, 6) == "sm_86"
     with pytest.raises(ImportError, match=r"capability 99\.0; it knows sm_\d+.*RUDA_CUDA_COMPILER=ptx"):
         nvrtc_compiler.architecture(99, 0)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("known", "capability", "chosen"),
+    [
+        ([90, 100, 101, 120], (10, 3), "sm_100"),  # NVRTC 12.8 calls another chip 10.1
+        ([90, 100, 101, 120], (12, 1), "sm_120"),
+        ([80, 86, 87, 89], (8, 9), "sm_89"),
+        ([80, 86, 87], (8, 9), "sm_80"),
+    ],
+)
+def test_the_architecture_is_never_another_chips(known, capability, chosen, monkeypatch) -> None:
+    from cuda.bindings import nvrtc as bindings
+
+    monkeypatch.setattr(bindings, "nvrtcGetSupportedArchs", lambda: (bindings.nvrtcResult.NVRTC_SUCCESS, known))
+    assert nvrtc_compiler.architecture.__wrapped__(*capability) == chosen
 
 
 # -------------------------------------------------------------------------------------------------------- disk cache
@@ -130,6 +148,7 @@ def test_everything_that_decides_the_result_is_in_the_key(monkeypatch: pytest.Mo
 
 REQUEST = f"""
 import sys
+from ruda_optim.fused_adamw import kernels
 from ruda_optim.fused_adamw.kernels.nvrtc import compiler as nvrtc_compiler
 nvrtc_compiler.toolchain()
 print("ready", flush=True)
@@ -164,7 +183,22 @@ def test_processes_that_compile_the_same_instance_do_not_disturb_each_other(cach
 def test_a_directory_that_cannot_be_written_costs_a_warning(tmp_path: pathlib.Path, monkeypatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("RUDA_CACHE_DIR", str(tmp_path / "file" / "below"))
-    with pytest.warns(RuntimeWarning, match=r"could not be stored in .*Set RUDA_CACHE_DIR"):
+    with pytest.warns(RuntimeWarning, match=r"could not be stored .*Set RUDA_CACHE_DIR"):
+        compiled = nvrtc_compiler.cubin(INSTANCE, ARCH)
+    assert compiled.code.startswith(b"\x7fELF")
+
+
+@needs_nvrtc
+def test_a_user_without_a_home_directory_costs_a_warning(monkeypatch) -> None:
+    """The arbitrary user of a container: no entry in the user database, and no HOME."""
+
+    def nobody(_uid: int) -> object:
+        raise KeyError
+
+    for name in ("HOME", "RUDA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    with pytest.warns(RuntimeWarning, match=r"could not be stored .*no home directory.*Set RUDA_CACHE_DIR"):
         compiled = nvrtc_compiler.cubin(INSTANCE, ARCH)
     assert compiled.code.startswith(b"\x7fELF")
 
@@ -219,7 +253,7 @@ def test_without_the_library_the_reason_says_what_to_install(monkeypatch: pytest
     assert reason is not None
     assert "needs the library NVRTC" in reason
     assert "(Failure finding libnvrtc.so)" in reason
-    assert "pip install 'ruda-optim[fused-adamw-cuda]'" in reason
+    assert "pip install nvidia-cuda-nvrtc" in reason
 
 
 @needs_nvrtc
@@ -231,7 +265,32 @@ def test_reasons_that_lie_with_torch_and_the_machine(monkeypatch: pytest.MonkeyP
     pretend(monkeypatch, cuda="13.0")
     assert "needs an NVIDIA device, and torch sees none" in str(nvrtc.unavailable())
     pretend(monkeypatch, cuda="13.0", devices=1)
+    monkeypatch.setattr(nvrtc, "_driver_version", lambda: None)
     assert nvrtc.unavailable() is None
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("compiler", "driver"), [(12, 12040), (12, 13000), (13, 13000)])
+def test_a_driver_loads_what_its_major_version_compiles(compiler, driver, monkeypatch) -> None:
+    from cuda.bindings import nvrtc as bindings
+
+    monkeypatch.setattr(bindings, "nvrtcVersion", lambda: (bindings.nvrtcResult.NVRTC_SUCCESS, compiler, 5))
+    assert nvrtc_compiler.driver_too_old(driver) is None
+
+
+@needs_nvrtc
+def test_a_driver_of_an_earlier_major_version_is_told_before_anything_is_compiled(monkeypatch) -> None:
+    """Its machine code would not load: a reason to install something, and for the unset rule to take ptx."""
+    from cuda.bindings import nvrtc as bindings
+
+    monkeypatch.setattr(bindings, "nvrtcVersion", lambda: (bindings.nvrtcResult.NVRTC_SUCCESS, 13, 5))
+    pretend(monkeypatch, cuda="12.8", devices=1)
+    monkeypatch.setattr(nvrtc, "_driver_version", lambda: 12040)
+    reason = str(nvrtc.unavailable())
+    assert "compiles for drivers of CUDA 13, and this machine's driver is of CUDA 12.4. Update the driver" in reason
+    assert "'cuda-bindings==12.*' 'nvidia-cuda-nvrtc-cu12'" in reason
+    monkeypatch.delenv(kernels.CUDA_COMPILER_VARIABLE, raising=False)
+    assert kernels.cuda_compiler() == "ptx"
 
 
 # --------------------------------------------------------------------------------------------------------- instances
@@ -239,7 +298,7 @@ def test_reasons_that_lie_with_torch_and_the_machine(monkeypatch: pytest.MonkeyP
 
 def test_every_instance_that_a_table_can_ask_for_is_listed() -> None:
     known = nvrtc.instances()
-    assert len(known) == len(set(known)) == 3 * 4 * 2 + 1 + 4 + 2 + 2
+    assert len(known) == len(set(known)) == 3 * 4 * 2 + 1 + 4 + 2 + 1
     stores = (Flag(0), Flag.COPY_FP16, Flag.COPY_BF16, Flag.COPY_BF16 | Flag.SPLIT)
     for gradient in (Flag(0), Flag.GRAD_FP16, Flag.GRAD_BF16):
         for store in stores:
@@ -277,7 +336,7 @@ def test_which_instance_serves_which_tables(kinds: set[Flag], update: str, stati
         ("ruda::update<2, 2, 1>", "sm_80"),
         ("ruda::update<-1, -1, -1>", "sm_90"),
         ("ruda::analyze<-1>", "sm_100"),
-        ("ruda::decide<true>", "sm_90"),
+        ("ruda::decide", "sm_90"),
     ],
 )
 def test_compiled_code_is_as_it_should_be(instance: str, arch: str) -> None:

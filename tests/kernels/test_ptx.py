@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from fused_adamw import aot_triton
 from ruda_optim.fused_adamw.errors import InvalidOption
+from ruda_optim.fused_adamw.kernels.decision import DecisionMemory
 from ruda_optim.fused_adamw.kernels.tables import COEFFICIENTS, Flag, LaunchTable, TensorMemory
 from ruda_optim.fused_adamw.kernels.triton import launch as ptx_launch
 from ruda_optim.fused_adamw.kernels.triton import update as ptx
@@ -32,12 +33,14 @@ VERSION = "RUDA_PTX_VERSION"
 
 
 def test_the_interpreter_agrees_with_the_cpu_operator() -> None:
-    """Runs simulated_ptx.py, whose tests need TRITON_INTERPRET before Triton is imported."""
+    """Runs tests that need TRITON_INTERPRET before Triton is imported."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "simulated_ptx.py")]
+    names = ("simulated_ptx.py", "test_decide.py", "../optimizer/test_torch_settings.py")
+    files = [str(HERE / name) for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
@@ -89,7 +92,7 @@ def test_contraction_and_approximation_would_be_seen(monkeypatch: pytest.MonkeyP
     """The same kernel with contraction on: the text has fused multiply-adds, and the check finds them."""
 
     def contracting(self: ptx_launch.Specialization, warp_size: int) -> dict[str, object]:
-        return {"num_warps": self.threads // warp_size, "enable_fp_fusion": True}
+        return {"num_warps": ptx_launch.THREADS // warp_size, "enable_fp_fusion": True}
 
     monkeypatch.setattr(ptx_launch.Specialization, "options", contracting)
     fact = aot_triton.compile_one("update", ptx_launch.update_specialization(0), "sm_90")
@@ -220,9 +223,13 @@ def test_host_path_only_the_launch_asks_for_what_the_ahead_of_time_check_compile
     kernels.adamw_scaled(described, torch.rand(2, COEFFICIENTS), 1.0, 1.0)
     kernels.analyze_gradient(described, torch.zeros(2, 3), 1.0)
     kernels.merge_gradient_stats(torch.zeros(2, 3), torch.zeros(3))
-    kernels.decide(
-        described, torch.zeros(1, 8, dtype=torch.float64), None, torch.zeros(2, COEFFICIENTS), torch.zeros(2)
+    memory = DecisionMemory(
+        torch.zeros(1, 8, dtype=torch.float64),
+        torch.zeros(3, dtype=torch.float64),
+        torch.zeros(4),
+        torch.zeros(2, dtype=torch.int64),
     )
+    kernels.decide(described, memory, torch.zeros(2, COEFFICIENTS), None, 1.0, measured=False, check_finite=True)
     assert len(stub.sources) == 4
     for source, name in zip(stub.sources, ("update", "analyze", "merge", "decide"), strict=True):
         types_ = tuple(type_ for type_ in source.signature.values() if type_ != "constexpr")
@@ -238,8 +245,8 @@ def test_host_path_only_arguments_of_a_launch(stub: StubDriver) -> None:
     ((x, y, z, _stream, function, _packed, _metadata, _enter, _exit, *arguments),) = stub.launches
     assert (x, y, z, function) == (6, 1, 1, "function")
     assert len(arguments) == len(ptx.update_kernel.arg_names)
-    assert arguments[5:8] == [3, 0, 0.5]
-    assert arguments[8:] == list(dict(ptx_launch.update_specialization(0).constants).values())
+    assert arguments[5:7] == [3, 0]
+    assert arguments[7:] == list(dict(ptx_launch.update_specialization(0).constants).values())
 
 
 def test_host_path_only_the_ptx_version_reaches_the_compiler(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +282,7 @@ def test_host_path_only_without_a_compiled_object_the_public_path_is_taken(
     assert stub.loaded == ["update_kernel"]
     (launch, again) = stub.launches
     assert launch[:3] == again[:3] == (1, 1, 1)
-    assert list(launch[14:17]) == [1, 0, 0.5]
+    assert list(launch[14:16]) == [1, 0]
 
 
 # --------------------------------------------------------------------------------------------------------- availability
@@ -297,5 +304,5 @@ def test_without_triton_the_import_says_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in ("triton", "triton.update", "triton.launch", "triton.memory", "triton.statistics"):
         monkeypatch.delitem(sys.modules, package + name)
-    with pytest.raises(ImportError, match=r"pip install 'ruda-optim\[fused-adamw-device\]'"):
+    with pytest.raises(ImportError, match="comes with torch for CUDA and for ROCm"):
         importlib.import_module(package + "triton")

@@ -154,6 +154,11 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.ruda_torch.adamw_step.default, arguments)
 
 
+def test_no_cuda_graph_is_made_of_it_unasked():
+    """A replay would take no look at hyperparameters, gradients or a loss scale."""
+    assert torch.Tag.cudagraph_unsafe in torch.ops.ruda_torch.adamw_step.default.tags
+
+
 def test_the_operator_names_what_is_missing():
     parameters = _parameters()
     optimizer = ruda_torch.AdamW(parameters, fused_step=True)

@@ -27,6 +27,7 @@ FORMULA = {
 OTHER_ROOTS = {
     f"{FUSED}/gradient_norm.py": "the L2 norm from the report's sum of squares",
     f"{FUSED}/kernels/csrc/gradient_stats.h": "the same norm, where the device decides about clipping",
+    f"{FUSED}/kernels/triton/decide.py": "the same norm in Triton",
     "ruda_torch/adamw.py": "the L2 norms per parameter group",
     "ruda_torch/reduction.py": "the L2 norm over all ranks",
     "ruda_torch/ranks.py": "the weight of copies on many ranks",

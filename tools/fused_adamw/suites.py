@@ -109,13 +109,13 @@ def simulate(choice: Choice) -> list[Task]:
     tasks = []
     if "nvrtc" in choice.compilers:
         # The statistics tests include the check that a deleted barrier is noticed.
-        files = tests("nvrtc nvrtc_statistics capturable fixtures")
+        files = tests("nvrtc nvrtc_statistics decide torch_settings capturable fixtures")
         tasks.append(Task("simulate", "simulation: CUDA source on the host simulator", pytest(*files),
                           "simulation on a CPU", "nvrtc", needs=("operator", "simulator", "pytest"), pytest=True,
                           simulation=True))  # fmt: skip
     if "ptx" in choice.compilers:
         tasks.append(Task("simulate", "simulation: Triton kernels in the interpreter",
-                          pytest("tests/kernels/simulated_ptx.py"), "simulation on a CPU", "ptx",
+                          pytest("tests/kernels/simulated_ptx.py", *tests("decide")), "simulation on a CPU", "ptx",
                           environment={"TRITON_INTERPRET": "1"}, needs=("operator", "triton", "pytest"), pytest=True,
                           simulation=True))  # fmt: skip
     return tasks

@@ -129,4 +129,4 @@ def _spelled(instance: str) -> str:
 
 
 def _has_barriers(instance: str) -> str:
-    return "false" if "update" in instance or "decide" in instance else "true"
+    return "false" if "update" in instance else "true"

@@ -94,7 +94,12 @@ def select(device: torch.device, compiler: str | None = None) -> Kernels:
     if device.type == "cpu":
         return _load("cpu")
     if device.type == "cuda":
-        return _load(cuda_compiler(compiler))
+        # Asked several times a step. What answers it does not change while a process runs, but for the variable.
+        key = compiler or os.environ.get(CUDA_COMPILER_VARIABLE) or ""
+        found = _on_cuda.get(key)
+        if found is None:
+            found = _on_cuda[key] = _load(cuda_compiler(compiler))
+        return found
     raise InvalidTensor(
         f"the fused step needs tensors on a CPU, an NVIDIA or an AMD device (torch device types 'cpu' and 'cuda'); got "
         f"{str(device)!r}. Move the tensors, or use torch.optim.AdamW"
@@ -135,6 +140,7 @@ def _availability(name: str) -> Availability:
 
 
 _loaded: dict[str, Kernels] = {}
+_on_cuda: dict[str, Kernels] = {}  # by the compiler's name, "" for none given
 
 
 def _load(name: str) -> Kernels:

@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..errors import ShapeMismatch
+from .tables import COEFFICIENTS
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from .tables import LaunchTable
 
 HYPERPARAMETERS = 8
 """FP64 numbers per parameter group, the columns of ``csrc/adamw_update.h``'s ``Hyperparameters``: lr, beta1, beta2,
@@ -47,4 +52,18 @@ class DecisionMemory:
             torch.zeros(3, dtype=torch.float64, device=device),
             torch.zeros(DECISION, dtype=torch.float32, device=device),
             torch.zeros(2, dtype=torch.int64, device=device),
+        )
+
+
+def check_room(table: LaunchTable, coefficients: Tensor, rows: Tensor | None, *, measured: bool) -> None:
+    """What ``decide`` refuses: the sizes on which its writes depend, and rows of a step that measured nothing."""
+    if coefficients.numel() != COEFFICIENTS * len(table) or not coefficients.is_contiguous():
+        raise ShapeMismatch(
+            f"decide needs a contiguous row of {COEFFICIENTS} coefficients for each of {len(table)} tensors, got shape "
+            f"{tuple(coefficients.shape)} with strides {coefficients.stride()}"
+        )
+    if rows is not None and (not measured or rows.numel() % 3 or not rows.is_contiguous()):
+        raise ShapeMismatch(
+            "decide needs contiguous statistics rows of 3 numbers with measured=True, or None; got shape "
+            f"{tuple(rows.shape)} with strides {rows.stride()} and measured={measured}"
         )

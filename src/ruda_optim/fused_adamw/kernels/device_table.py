@@ -1,19 +1,24 @@
 """A launch table's copy on its device, and how it is kept up to date. Shared by every device backend.
 
 What a step costs on the host: three row comparisons; one copy of the rows that changed, if any did; one copy of the
-coefficients. Block maps depend on shapes and flags alone and are kept across tables.
+coefficients, where the host decides. Block maps depend on shapes and flags alone and are kept across tables.
 
-Streams. Everything is submitted to torch's current stream; the table's device must be the current device. A table that
-moves to another stream waits there for the work that it was last used for. Parameters, moments and gradients follow
-torch's rule for every operator: memory that was allocated on another stream is the caller's to synchronize.
+Streams. Everything is submitted to torch's current stream; the table's device must be the current device. Memory that
+moves to another stream waits there for the work that it was last used for (:class:`StreamOrder`). Parameters, moments
+and gradients follow torch's rule for every operator: memory that was allocated on another stream is the caller's to
+synchronize.
 
-CUDA graphs. A captured copy reads its host memory again on every replay, so a capture gets staging memory and device
-copies of its own, which are kept until the process ends. Run one step before the capture: block maps are built there.
+CUDA graphs. A captured copy reads its host memory again on every replay, so a capture gets staging memory of its own,
+and everything else that the kernels read or write at every replay must outlive the graph: :func:`keep_for_graphs`. The
+device copy of a table is allocated by the capture, in the graph's own pool, and filled by the graph: it may go.
+Run one step before the capture: block maps are built there.
+
+What torch is set to (default dtype, default device, inference mode) does not matter: memory is made for its purpose.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -21,10 +26,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .decision import DECISION
 from .tables import COEFFICIENTS, Field, Flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -38,80 +44,111 @@ UPDATE_KIND = STATISTICS_KIND | Flag.COPY_FP16 | Flag.COPY_BF16 | Flag.AMSGRAD |
 # The rows that may change from step to step without a new revision: tables.py says so.
 _STEP_ROWS = (Field.GRAD, Field.FLAGS, Field.COEFFICIENTS)
 
-# step_values: the decision comes first, padded so that the rows of coefficients start aligned to 16 bytes.
-_DECISION = 4
-
-SLOTS = 8  # copies in flight before the host has to wait for one
 _MAPS = 128  # block maps kept, the least recently used goes first
-_CAPTURE_SPARE = 1 << 20  # bytes of staging memory set aside for a capture, which should not allocate
+_CAPTURE_SPARE = 1 << 20  # bytes of page-locked memory set aside for a capture, which should not allocate any
 
 
-class StagingRing:
-    """Page-locked memory for small copies to one device: a slot is used again only after its last copy has ended.
+# ---- captures and streams --------------------------------------------------------------------------------------------
 
-    Args:
-        device: where the copies go. On a CPU there is nothing to lock and nothing to wait for.
-        new_event: makes an event with ``record()`` and ``synchronize()``. Default: a CUDA event on a CUDA device.
+_kept: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is submitted to ``device`` now is captured into a CUDA graph, and runs when that is replayed."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def keep_for_graphs(*tensors: Tensor) -> None:
+    """Keep memory until the process ends: a captured graph refers to it, and a graph does not tell when it dies.
+
+    For memory that was allocated before the capture and that kernels of the capture read or write. Keeping the same
+    memory again costs nothing, so a step that is captured may name all that it uses.
+    """
+    for tensor in tensors:
+        _kept.setdefault((tensor.device, tensor.data_ptr()), tensor)
+
+
+class StreamOrder:
+    """Lets memory of one device move from stream to stream: each waits for what the previous one was doing with it.
+
+    Add memory that lives longer than a step, and call :meth:`follow` before a step submits anything that uses it. On a
+    CPU nothing happens.
     """
 
-    def __init__(self, device: torch.device, new_event: Callable[[], Any] | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pinned = device.type == "cuda"
-        self._new_event = new_event or (torch.cuda.Event if self._pinned else None)
-        self._buffers = [self._allocate(0)] * SLOTS
-        self._events: list[Any] = [None] * SLOTS
-        self._next = 0
-        self._lock = threading.Lock()
-        self._spare = self._allocate(_CAPTURE_SPARE) if self._pinned else self._allocate(0)
+        self._tensors: list[Tensor] = []
+        self._stream = self._current()
 
-    def _allocate(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned and size > 0)
+    def add(self, *tensors: Tensor) -> None:
+        """Memory that the current stream uses from now on."""
+        self._tensors += tensors
+        if self._stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
 
-    def upload(self, source: Tensor, target: Tensor) -> None:
-        """Copies ``source`` (CPU, contiguous) to ``target`` (same dtype and size) asynchronously on the current stream.
+    def clear(self) -> None:
+        """Forget all memory that was added."""
+        self._tensors.clear()
 
-        ``source`` may be changed as soon as the call returns.
-        """
-        with self._lock:
-            slot = self._next
-            self._next = (slot + 1) % SLOTS
-            event = self._events[slot]
-            if event is not None:
-                event.synchronize()
-            size = source.numel() * source.element_size()
-            if self._buffers[slot].numel() < size:
-                self._buffers[slot] = self._allocate(max(4096, 1 << (size - 1).bit_length()))
-            self._copy(source, self._buffers[slot][:size], target)
-            if self._new_event is not None:
-                if event is None:
-                    event = self._events[slot] = self._new_event()
-                event.record()
+    def follow(self) -> None:
+        """Everything added may be used on the current stream after this."""
+        stream = self._current()
+        if stream == self._stream:
+            return
+        stream.wait_stream(self._stream)
+        self._stream = stream
+        for tensor in self._tensors:
+            tensor.record_stream(stream)
 
-    def upload_for_ever(self, source: Tensor, target: Tensor) -> None:
-        """As :meth:`upload`, through memory that nothing else will ever use: for a copy that a graph repeats."""
-        size = source.numel() * source.element_size()
-        with self._lock:
-            if self._spare.numel() < size:
-                self._spare = self._allocate(max(_CAPTURE_SPARE, size))
-            stage, self._spare = self._spare[:size], self._spare[-(-size // 16) * 16 :]
-            _captured.append(stage)
-            self._copy(source, stage, target)
-
-    @staticmethod
-    def _copy(source: Tensor, stage: Tensor, target: Tensor) -> None:
-        stage = stage.view(source.dtype)
-        stage.copy_(source.view(-1))
-        target.view(-1).copy_(stage, non_blocking=True)
+    def _current(self) -> Any:
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
 
-# Memory that captured graphs refer to. A graph does not tell when it dies.
-_captured: list[Tensor] = []
+# ---- small copies to a device ----------------------------------------------------------------------------------------
 
 
-@functools.cache
-def staging_ring(device: torch.device) -> StagingRing:
-    """The ring of one device; every table of the process shares it."""
-    return StagingRing(device)
+def upload(source: Tensor, target: Tensor) -> None:
+    """Copies ``source`` (CPU, contiguous) to ``target`` (same dtype and size) asynchronously on the current stream.
+
+    ``source`` may be changed as soon as the call returns. torch keeps page-locked memory from being used again before
+    the copies out of it have ended.
+    """
+    _copy(source, torch.empty(_bytes(source), dtype=torch.uint8, device="cpu", pin_memory=target.is_cuda), target)
+
+
+_spare: dict[torch.device, Tensor] = {}
+_spare_lock = threading.Lock()
+
+
+def upload_in_graph(source: Tensor, target: Tensor) -> None:
+    """As :func:`upload`, for a copy that a graph repeats: through memory that nothing else will ever use."""
+    needed = -(-_bytes(source) // 16) * 16
+    with _spare_lock:
+        left = _spare.get(target.device)
+        if left is None or left.numel() < needed:
+            left = _new_spare(target.device, needed)
+        stage, _spare[target.device] = left[:needed], left[needed:]
+    keep_for_graphs(stage)
+    _copy(source, stage[: _bytes(source)], target)
+
+
+def _new_spare(device: torch.device, needed: int = 0) -> Tensor:
+    pinned = device.type == "cuda"
+    return torch.empty(max(_CAPTURE_SPARE, needed), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _copy(source: Tensor, stage: Tensor, target: Tensor) -> None:
+    stage = stage.view(source.dtype)
+    stage.copy_(source.view(-1))
+    target.view(-1).copy_(stage, non_blocking=True)
+
+
+# ---- block maps ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -152,8 +189,8 @@ def describe_blocks(
     chunks = (numel + (chunk - 1)) // chunk
     ends = chunks.cumsum(0)
     blocks = int(ends[-1]) if len(ends) else 0
-    tensor = torch.repeat_interleave(torch.arange(len(numel)), chunks)
-    row = torch.arange(blocks)
+    tensor = torch.repeat_interleave(torch.arange(len(numel), device="cpu"), chunks)
+    row = torch.arange(blocks, device="cpu")
     entries = torch.stack((tensor << 32 | row - (ends - chunks)[tensor], row))
     order = torch.argsort(kinds[tensor], stable=True)
     ranges = []
@@ -170,7 +207,8 @@ _maps: OrderedDict[object, BlockMap] = OrderedDict()
 _maps_lock = threading.Lock()
 
 
-def _block_map(table: LaunchTable, chunk: int, mask: int, reverse: bool, capturing: bool) -> BlockMap:
+@torch.inference_mode(False)
+def _block_map(table: LaunchTable, chunk: int, mask: int, reverse: bool) -> BlockMap:
     numel, kinds = table.fields[Field.NUMEL], table.fields[Field.FLAGS] & mask
     key = (table.device, chunk, reverse, numel.numpy().tobytes(), kinds.numpy().tobytes())
     with _maps_lock:
@@ -178,7 +216,7 @@ def _block_map(table: LaunchTable, chunk: int, mask: int, reverse: bool, capturi
         if found is not None:
             _maps.move_to_end(key)
             return found
-    if capturing:
+    if capturing(table.device):
         raise RuntimeError(
             "a CUDA graph can capture a fused step only after a step with the same tensors ran outside of the capture; "
             "run one first (torch calls it warm-up)"
@@ -211,111 +249,141 @@ class DeviceTable:
         layouts: flat int64 on the device.
     """
 
-    def __init__(self, table: LaunchTable, capturing: bool = False) -> None:
-        self._ring = staging_ring(table.device)
-        self._upload = self._ring.upload_for_ever if capturing else self._ring.upload
-        self._capturing = capturing
+    @torch.inference_mode(False)
+    def __init__(self, table: LaunchTable, *, in_graph: bool = False) -> None:
+        self._in_graph = in_graph
+        self._upload = upload_in_graph if in_graph else upload
         self._host = torch.empty_like(table.fields)
         self._host_rows = self._host.unbind(0)
         self._table_rows = table.fields.unbind(0)
         self._revision: int | None = None
         self._blocks: dict[tuple[int, int, bool], BlockMap] = {}
-        self._values = torch.empty(0, device=table.device)
+        self._values = torch.empty(0, dtype=torch.float32, device=table.device)
         self._rooms: dict[int, _Room] = {}
+        self._order = StreamOrder(table.device)
+        if not in_graph and table.device.type == "cuda" and table.device not in _spare:
+            with _spare_lock:
+                _spare.setdefault(table.device, _new_spare(table.device))
         self.fields = torch.empty_like(table.fields, device=table.device)
         self.layouts = torch.empty_like(table.layouts, device=table.device)
-        self._stream = _current_stream(table.device)
         self.refresh(table)
 
     def refresh(self, table: LaunchTable) -> None:
         """Brings the device copy to the table's present contents."""
-        stream = _current_stream(table.device)
-        if stream != self._stream:
-            self._move_to(stream)
+        self._order.follow()
         if self._revision != table.revision:
-            if self.layouts.shape != table.layouts.shape:
-                self.layouts = torch.empty_like(table.layouts, device=table.device)
-            self._upload(table.layouts, self.layouts)
-            self._blocks.clear()
-            self._upload_rows(table, 0, len(Field))
-            self._revision = table.revision
+            self._renew(table)
             return
         changed = [row for row in _STEP_ROWS if not torch.equal(self._host_rows[row], self._table_rows[row])]
         if changed:
             # One copy of a few rows too many is cheaper than two copies.
             self._upload_rows(table, changed[0], changed[-1] + 1)
 
+    @torch.inference_mode(False)
+    def _renew(self, table: LaunchTable) -> None:
+        if self.layouts.shape != table.layouts.shape:
+            self.layouts = torch.empty_like(table.layouts, device=table.device)
+        self._upload(table.layouts, self.layouts)
+        self._blocks.clear()
+        self._upload_rows(table, 0, len(Field))
+        self._revision = table.revision
+        self._order.clear()
+        self._order.add(self.fields, self.layouts, self._values)
+
     def blocks(self, table: LaunchTable, chunk: int, mask: int, *, reverse: bool = False) -> BlockMap:
         """The block map for tensors grouped by ``flags & mask``, in chunks of ``chunk`` elements."""
         key = (chunk, mask, reverse)
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = _block_map(table, chunk, mask, reverse, self._capturing)
+            found = self._blocks[key] = _block_map(table, chunk, mask, reverse)
             self._keep(found.entries)
         return found
 
-    def step_values(self, coefficients: Tensor, clip_factor: float) -> tuple[Tensor, Tensor]:
+    def step_values(self, coefficients: Tensor, inverse_scale: float, clip_factor: float) -> tuple[Tensor, Tensor]:
         """The host's coefficients and its decision, on the device.
 
         Args:
             coefficients: FP32 ``(k, COEFFICIENTS)`` on the host.
-            clip_factor: rounded to FP32.
+            inverse_scale, clip_factor: rounded to FP32.
 
         Returns:
-            FP32 ``(k, COEFFICIENTS)``, and FP32 ``(2,)``: skip (always 0), clip factor. Both serve work
-            submitted before the next call.
+            FP32 ``(k, COEFFICIENTS)``, and FP32 ``(DECISION,)`` as ``Kernels.decide`` writes it, with skip 0. Both
+            serve work that is submitted before the next call.
+
+        Raises:
+            RuntimeError: in a capture, whose replays would all repeat this one step.
         """
+        if self._in_graph:
+            raise RuntimeError(
+                "a CUDA graph cannot capture an update whose coefficients the host computed: every replay would repeat "
+                "this one step. Capture ruda_torch.AdamW, whose step the device decides"
+            )
         count = coefficients.numel()
         room = self._rooms.get(count)
         if room is None:
             room = self._rooms[count] = self._make_room(count)
-        room.numbers[1] = clip_factor
-        room.numbers[_DECISION:] = coefficients.numpy().reshape(-1)
-        self._upload(room.staged, room.values)
+        room.numbers[1:3] = clip_factor, inverse_scale
+        room.numbers[DECISION:] = coefficients.numpy().reshape(-1)
+        upload(room.staged, room.values)
         return room.coefficients, room.decision
 
+    @torch.inference_mode(False)
     def _make_room(self, count: int) -> _Room:
-        if self._values.numel() < _DECISION + count:
+        if self._values.numel() < DECISION + count:
             # Room for one row per tensor, so that this happens once.
-            size = _DECISION + max(count, COEFFICIENTS * self.fields.shape[1])
-            self._values = torch.empty(size, device=self.fields.device)
-            self._keep(self._values)
+            size = DECISION + max(count, COEFFICIENTS * self.fields.shape[1])
+            self._values = torch.empty(size, dtype=torch.float32, device=self.fields.device)
+            self._order.add(self._values)
             self._rooms.clear()
-        staged, values = torch.zeros(_DECISION + count), self._values[: _DECISION + count]
-        return _Room(staged, staged.numpy(), values, values[_DECISION:].view(-1, COEFFICIENTS), values[:2])
+        staged = torch.zeros(DECISION + count, dtype=torch.float32, device="cpu")
+        values = self._values[: DECISION + count]
+        # The decision comes first: its length lets the rows of coefficients start aligned to 16 bytes.
+        rows = values[DECISION:].view(-1, COEFFICIENTS)
+        return _Room(staged, staged.numpy(), values, rows, values[:DECISION])
 
     def _upload_rows(self, table: LaunchTable, first: int, end: int) -> None:
         self._host[first:end] = table.fields[first:end]
         self._upload(self._host[first:end], self.fields[first:end])
 
-    def _keep(self, tensor: Tensor) -> None:
-        """Ties memory that other tables may share, or that is newer than this object, to the stream that reads it."""
-        if self._capturing:
-            _captured.append(tensor)
-        elif self._stream is not None:
-            tensor.record_stream(self._stream)
-
-    def _move_to(self, stream: torch.cuda.Stream) -> None:
-        # The old stream may still read what the next upload overwrites.
-        stream.wait_stream(self._stream)
-        self._stream = stream
-        for tensor in (self.fields, self.layouts, self._values, *(found.entries for found in self._blocks.values())):
-            tensor.record_stream(stream)
+    def _keep(self, entries: Tensor) -> None:
+        """Memory that other tables share, and that was allocated before a capture."""
+        if self._in_graph:
+            keep_for_graphs(entries)
+        else:
+            self._order.add(entries)
 
 
-def _current_stream(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+_DEVICE_TABLE, _IN_GRAPH = "device_table", "device_table of a capture"
 
 
 def device_table(table: LaunchTable) -> DeviceTable:
     """The up-to-date device copy of ``table``. Call it right before each launch, on the stream of the launch."""
-    if table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        captured = DeviceTable(table, capturing=True)
-        _captured.extend((captured.fields, captured.layouts))
-        return captured
-    copy = table.device_cache.get("device_table")
+    if capturing(table.device):
+        copy = table.device_cache.get(_IN_GRAPH)
+        if not isinstance(copy, DeviceTable):
+            return DeviceTable(table, in_graph=True)
+        copy.refresh(table)
+        return copy
+    copy = table.device_cache.get(_DEVICE_TABLE)
     if not isinstance(copy, DeviceTable):
-        copy = table.device_cache["device_table"] = DeviceTable(table)
+        copy = table.device_cache[_DEVICE_TABLE] = DeviceTable(table)
     else:
         copy.refresh(table)
     return copy
+
+
+@contextlib.contextmanager
+def one_step(table: LaunchTable) -> Iterator[None]:
+    """Inside, the launches of one step share one device copy in a capture too, where otherwise each makes its own.
+
+    A copy must not outlast the step: nothing tells one capture from the next, and a graph that did not fill a copy
+    itself would read what another one left there.
+    """
+    if not capturing(table.device):
+        yield
+        return
+    table.device_cache[_IN_GRAPH] = DeviceTable(table, in_graph=True)
+    try:
+        yield
+    finally:
+        del table.device_cache[_IN_GRAPH]

@@ -15,9 +15,11 @@ constexpr int kWarps = kThreads / 32;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kUpdateBlocks = 4;
 constexpr int kGeneralBlocks = 3;
+constexpr int kGeneralAnalyzeBlocks = 2;
 #else
 constexpr int kUpdateBlocks = 0;
 constexpr int kGeneralBlocks = 0;
+constexpr int kGeneralAnalyzeBlocks = 0;
 #endif
 
 // ---- update ----------------------------------------------------------------------------------------------------------
@@ -148,18 +150,18 @@ __device__ void update_elements(const V& variant, const Memory& memory, const Of
   }
 }
 
-// One block per chunk. `decision` is (skip, clip factor). Tensor i takes row kCoefficientRow of `coefficients`, or row i if
-// `decide` wrote them.
+// One block per chunk. `decision` is (skip, clip factor, inverse scale, 0). Tensor i takes row kCoefficientRow of
+// `coefficients`, or row i if `decide` wrote them.
 template <int GRADIENT, int STORE, int AMSGRAD>
 __global__ void __launch_bounds__(kThreads, GRADIENT == kAny ? kGeneralBlocks : kUpdateBlocks)
     update(const long long* fields, const long long* layouts, const long long* blocks, long long count,
-           const Coefficients* coefficients, const float* decision, int row_per_tensor, float inverse_scale) {
+           const Coefficients* coefficients, const float* decision, int row_per_tensor) {
   if (decision[0] != 0.0f) return;
   const Piece piece(Table{fields, layouts, blocks, count}, blockIdx.x);
   const Variant<GRADIENT, STORE, AMSGRAD> variant{piece.at(kFlags)};
   const Memory memory(piece);
   const Coefficients c = coefficients[row_per_tensor ? piece.tensor : piece.at(kCoefficientRow)];
-  const GradientFactors f = gradient_factors(c, inverse_scale, decision[1]);
+  const GradientFactors f = gradient_factors(c, decision[2], decision[1]);
   const int thread = static_cast<int>(threadIdx.x);
 
   if (variant.strided()) {
@@ -267,13 +269,20 @@ struct Share {
   }
 };
 
+__device__ float not_a_number() { return bits_float(0x7fc00000u); }
+
+// 1 / loss scale: `scale` holds it on the device, or is null.
+__device__ float inverse_of(const float* scale, float otherwise) { return scale ? div_rn(1.0f, *scale) : otherwise; }
+
 // One row per chunk of each tensor. The row of a chunk that is not finite still describes its finite elements.
 template <int GRADIENT>
-__global__ void __launch_bounds__(kThreads, GRADIENT == kAny ? kGeneralBlocks : 0)
+__global__ void __launch_bounds__(kThreads, GRADIENT == kAny ? kGeneralAnalyzeBlocks : 0)
     analyze(const long long* fields, const long long* layouts, const long long* blocks, long long count, StatsRow* rows,
-            float inverse_scale) {
+            const float* scale, float inverse_scale) {
   __shared__ unsigned largest[kWarps], largest_finite[kWarps];
   __shared__ float sums[kWarps];
+  // The division is a function call on some devices: before anything else is held in registers.
+  inverse_scale = inverse_of(scale, inverse_scale);
   const Piece piece(Table{fields, layouts, blocks, count}, blockIdx.x);
   const Share<GRADIENT> share(piece, inverse_scale);
 
@@ -300,14 +309,13 @@ __global__ void __launch_bounds__(kThreads, GRADIENT == kAny ? kGeneralBlocks : 
   if (threadIdx.x == 0) rows[blocks[gridDim.x + blockIdx.x]] = stats_row(most, total, rescale, bad);
 }
 
-// Merges up to `fan_in` rows per block. FINAL writes one report (bad, scale, sumsq) instead of rows.
-template <bool FINAL>
-__global__ void __launch_bounds__(kThreads) merge(const StatsRow* rows, float* out, long long count, long long fan_in) {
+// Rows [begin, end) as one; the whole block works on it and every thread gets it. Unrolled, so that several rows are on
+// their way at once: one block alone has little else to wait with.
+__device__ StatsRow merge_rows(const StatsRow* rows, long long begin, long long end) {
   __shared__ unsigned largest[kWarps], bads[kWarps];
   __shared__ double sums[kWarps];
-  const long long begin = static_cast<long long>(blockIdx.x) * fan_in;
-  const long long end = count - begin < fan_in ? count : begin + fan_in;
   unsigned most = 0, bad = 0;
+#pragma unroll 8
   for (long long i = begin + threadIdx.x; i < end; i += kThreads) {
     most = Larger()(most, float_bits(rows[i].scale));  // not negative: ordered like the integers
     bad |= rows[i].bad != 0.0f;
@@ -315,44 +323,76 @@ __global__ void __launch_bounds__(kThreads) merge(const StatsRow* rows, float* o
   const float scale = bits_float(reduce_block(most, largest, Larger()));
   const float any_bad = reduce_block(bad, bads, Larger()) ? 1.0f : 0.0f;
   double sum = 0.0;
+#pragma unroll 8
   for (long long i = begin + threadIdx.x; i < end; i += kThreads) sum += rescaled_sumsq(rows[i], scale);
   sum = reduce_block(sum, sums, Plus());
+  return {scale, static_cast<float>(sum), any_bad};
+}
+
+// Merges up to `fan_in` rows per block. FINAL writes one report (bad, scale, sumsq) instead of rows.
+template <bool FINAL>
+__global__ void __launch_bounds__(kThreads) merge(const StatsRow* rows, float* out, long long count, long long fan_in) {
+  const long long begin = static_cast<long long>(blockIdx.x) * fan_in;
+  const StatsRow merged = merge_rows(rows, begin, count - begin < fan_in ? count : begin + fan_in);
   if (threadIdx.x != 0) return;
-  const float sumsq = static_cast<float>(sum);
   if (FINAL) {
-    out[0] = any_bad;
-    out[1] = scale;
-    out[2] = sumsq;
+    out[0] = merged.bad;
+    out[1] = merged.scale;
+    out[2] = merged.sumsq;
   } else {
-    reinterpret_cast<StatsRow*>(out)[blockIdx.x] = {scale, sumsq, any_bad};
+    reinterpret_cast<StatsRow*>(out)[blockIdx.x] = merged;
   }
 }
 
-// ---- a capturable step: the device decides ---------------------------------------------------------------------------
+// ---- the decision of a step ------------------------------------------------------------------------------------------
 
-// One thread per tensor. Its group is the row kCoefficientRow of `hyperparameters`; kStep points to its FP32 counter of
-// completed steps. Writes row i of `coefficients` for tensor i, counts the step unless it is skipped, and writes
-// `decision` = (skip, clip factor). GUARD reads `report` = (bad, scale, sumsq).
-template <bool GUARD>
+// One block, and the only one. Kernels.decide in kernels/__init__.py says what is read and written; `scale` and `found_inf`
+// may be null, and row_count is -1 without rows. Tensor i's group is the row kCoefficientRow of `hyperparameters`.
 __global__ void __launch_bounds__(kThreads)
-    decide(const long long* fields, long long count, const Hyperparameters* hyperparameters, const float* report,
-           Coefficients* coefficients, float* decision) {
-  Decision decided{false, 1.0f};
-  if (GUARD) {
-    decided = decide_step(report[0], report[1], report[2], true, true, 0.0, hyperparameters->max_norm,
-                          hyperparameters->guard_epsilon);
+    decide(const long long* fields, long long count, const Hyperparameters* hyperparameters, double* report,
+           float* decision, long long* counts, Coefficients* coefficients, const StatsRow* rows, long long row_count,
+           const float* scale, const float* found_inf, float inverse_scale, int measured, int check_finite) {
+  const float found = found_inf ? *found_inf : 0.0f;
+  double bad = 0.0, largest = not_a_number(), sumsq = not_a_number();  // what is said of gradients that nobody measured
+  if (row_count >= 0) {
+    const StatsRow merged = merge_rows(rows, 0, row_count);
+    bad = merged.bad;
+    largest = merged.scale;
+    sumsq = merged.sumsq;
+  } else if (measured) {
+    bad = report[0];
+    largest = report[1];
+    sumsq = report[2];
   }
-  const long long tensor = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
-  if (tensor == 0) {
+  const Decision decided = decide_step(bad, largest, sumsq, measured, check_finite, found, hyperparameters->max_norm,
+                                       hyperparameters->guard_epsilon);
+  // A thread that reads the report after this sees the same numbers, or a bad one where found_inf calls the step off anyway.
+  if (threadIdx.x == 0) {
+    report[0] = bad != 0.0 || found > 0.0f ? 1.0 : 0.0;
+    report[1] = largest;
+    report[2] = sumsq;
     decision[0] = decided.skip ? 1.0f : 0.0f;
     decision[1] = decided.clip_factor;
+    decision[2] = inverse_of(scale, inverse_scale);
+    decision[3] = 0.0f;
+    counts[0] += decided.skip;
+    counts[1] = decided.skip ? counts[1] + 1 : 0;
   }
-  if (tensor >= count) return;
-  float* step = reinterpret_cast<float*>(fields[kStep * count + tensor]);
-  __builtin_assume(__isGlobal(step));
-  const double t = static_cast<double>(*step) + 1.0;
-  coefficients[tensor] = coefficients_of_step(hyperparameters[fields[kCoefficientRow * count + tensor]], t);
-  if (!decided.skip) *step = static_cast<float>(t);
+  // Powers in FP64 are dear, and most tensors of a group are at the same step: a thread remembers its last answer.
+  long long known_group = -1;
+  double known_step = 0.0;
+  Coefficients c{};
+  for (long long i = threadIdx.x; i < count; i += kThreads) {
+    float* step = reinterpret_cast<float*>(fields[kStep * count + i]);
+    __builtin_assume(__isGlobal(step));
+    const long long group = fields[kCoefficientRow * count + i];
+    const double t = static_cast<double>(*step) + 1.0;
+    if (group != known_group || t != known_step) c = coefficients_of_step(hyperparameters[group], t);
+    known_group = group;
+    known_step = t;
+    coefficients[i] = c;
+    if (!decided.skip) *step = static_cast<float>(t);
+  }
 }
 
 }  // namespace ruda

@@ -49,7 +49,8 @@ def missing_toolchain() -> str | None:
     except (OSError, RuntimeError) as error:
         return (
             "the nvrtc backend needs the library NVRTC, which cuda-bindings did not find "
-            f"({str(error).strip().splitlines()[0]}). Install it: pip install 'ruda-optim[fused-adamw-cuda]'"
+            f"({str(error).strip().splitlines()[0]}). It comes with torch for CUDA and with CUDA; alone: "
+            "pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12 (CUDA 12)"
         )
     return None
 
@@ -72,6 +73,27 @@ def toolchain() -> str:
     return f"NVRTC {major}.{minor}" + (f" ({', '.join(found)})" if found else "")
 
 
+def driver_too_old(driver_version: int) -> str | None:
+    """Why a driver does not load what NVRTC compiles, or ``None``.
+
+    Args:
+        driver_version: what cuDriverGetVersion says, for example 12040 for CUDA 12.4.
+    """
+    from cuda.bindings import nvrtc
+
+    result, major, _minor = nvrtc.nvrtcVersion()
+    _check(nvrtc, result, "nvrtcVersion")
+    driver_major, driver_minor = driver_version // 1000, driver_version % 1000 // 10
+    if driver_major >= major:  # within a major version a driver loads what a later minor version compiles
+        return None
+    return (
+        f"{toolchain()} compiles for drivers of CUDA {major}, and this machine's driver is of CUDA {driver_major}."
+        f"{driver_minor}. Update the driver, install an NVRTC of CUDA {driver_major} (pip install "
+        f"'cuda-bindings=={driver_major}.*' 'nvidia-cuda-nvrtc-cu{driver_major}', and uninstall nvidia-cuda-nvrtc), or "
+        "set RUDA_CUDA_COMPILER=ptx"
+    )
+
+
 @functools.cache
 def architecture(major: int, minor: int) -> str:
     """The ``sm_..`` to compile for, given a device's compute capability.
@@ -83,15 +105,16 @@ def architecture(major: int, minor: int) -> str:
 
     result, known = nvrtc.nvrtcGetSupportedArchs()
     _check(nvrtc, result, "nvrtcGetSupportedArchs")
-    # Code for an earlier minor version runs on a later one of the same major version, that is the rule of cubins.
-    fitting = [arch for arch in known if arch // 10 == major and arch % 10 <= minor]
-    if not fitting:
+    # Machine code for x.0 runs on every later x.y. Between two others there is no such rule: to CUDA 12, 10.1 is
+    # another chip than the one that grew into 10.3.
+    fitting = next((arch for arch in (10 * major + minor, 10 * major) if arch in known), None)
+    if fitting is None:
         raise ImportError(
             f"{toolchain()} cannot compile for a device of compute capability {major}.{minor}; it knows "
             f"{', '.join(f'sm_{arch}' for arch in known)}. Install a newer cuda-bindings and NVRTC, or set "
             "RUDA_CUDA_COMPILER=ptx"
         )
-    return f"sm_{max(fitting)}"
+    return f"sm_{fitting}"
 
 
 def cubin(instance: str, arch: str) -> Cubin:
@@ -100,7 +123,11 @@ def cubin(instance: str, arch: str) -> Cubin:
     Raises:
         RuntimeError: NVRTC refused the source; the message holds its log.
     """
-    path = cache_directory() / f"{_key(instance, arch)}.cubin"
+    directory = cache_directory()
+    if directory is None:
+        _warn_uncached("this user has no home directory")
+        return compile_instance(instance, arch)[0]
+    path = directory / f"{_key(instance, arch)}.cubin"
     found = _read(path)
     if found is None:
         found, _ = compile_instance(instance, arch)
@@ -167,14 +194,17 @@ def sources() -> dict[str, str]:
     return {name: (_CSRC / name).read_text(encoding="utf-8") for name in (SOURCE, *HEADERS)}
 
 
-def cache_directory() -> pathlib.Path:
+def cache_directory() -> pathlib.Path | None:
     """Where compiled kernels are kept: ``$RUDA_CACHE_DIR``, else ``$XDG_CACHE_HOME/ruda-optim``, else
-    ``~/.cache/ruda-optim``."""
+    ``~/.cache/ruda-optim``. ``None`` for a user without a home, as containers have."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return pathlib.Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "ruda-optim"
+    try:
+        return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "ruda-optim"
+    except RuntimeError:
+        return None
 
 
 def _key(instance: str, arch: str) -> str:
@@ -208,12 +238,16 @@ def _write(path: pathlib.Path, compiled: Cubin) -> None:
                 os.unlink(file.name)
                 raise
     except OSError as error:
-        warnings.warn(
-            f"the compiled kernel could not be stored in {path.parent} ({error.strerror}), so every process will "
-            f"compile it again. Set {CACHE_VARIABLE} to a directory that can be written",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        _warn_uncached(f"{path.parent}: {error.strerror}")
+
+
+def _warn_uncached(reason: str) -> None:
+    warnings.warn(
+        f"compiled kernels could not be stored in a file ({reason}), so every process will compile them again. Set "
+        f"{CACHE_VARIABLE} to a directory that can be written",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _check(nvrtc: object, result: object, call: str) -> None:

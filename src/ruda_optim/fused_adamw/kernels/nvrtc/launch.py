@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from .. import Kernels
+from ..decision import check_room
 from ..device_table import UPDATE_KIND, device_table
 from ..tables import Field, Flag
-from .compiler import architecture, cubin, missing_toolchain
+from .compiler import architecture, cubin, driver_too_old, missing_toolchain
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
+    from ..decision import DecisionMemory
     from ..tables import LaunchTable
 
 THREADS = 256  # kThreads of csrc/cuda.cu
@@ -37,7 +39,9 @@ _STORE_KIND = Flag.COPY_FP16 | Flag.COPY_BF16 | Flag.SPLIT
 _GENERAL = (_ANY, _ANY, _ANY)
 
 _MERGE_ROWS, _MERGE_REPORT = "ruda::merge<false>", "ruda::merge<true>"
-_DECIDE, _DECIDE_GUARDED = "ruda::decide<false>", "ruda::decide<true>"
+_DECIDE = "ruda::decide"
+
+_LEGACY_STREAM = 1  # CU_STREAM_LEGACY
 
 
 def unavailable() -> str | None:
@@ -56,7 +60,19 @@ def unavailable() -> str | None:
         return (
             "the nvrtc backend needs an NVIDIA device, and torch sees none; check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
-    return None
+    version = _driver_version()
+    return None if version is None else driver_too_old(version)
+
+
+def _driver_version() -> int | None:
+    """For example 12040 for CUDA 12.4. Needs no context, and makes none."""
+    from cuda.bindings import driver
+
+    try:
+        result, version = driver.cuDriverGetVersion()
+    except RuntimeError:  # no library of that name; torch, which sees a device, has another way to it
+        return None
+    return int(version) if int(result) == 0 else None
 
 
 def kernels() -> Kernels:
@@ -101,7 +117,6 @@ def instances() -> tuple[str, ...]:
         _MERGE_ROWS,
         _MERGE_REPORT,
         _DECIDE,
-        _DECIDE_GUARDED,
     )
 
 
@@ -123,7 +138,7 @@ def record(name: str, launch: Launcher) -> Kernels:
             blocks = copy.blocks(table, STATISTICS_CHUNK, 0)
             row_per_tensor = decision is not None
             if decision is None:
-                coefficients, decision = copy.step_values(coefficients, clip_factor)
+                coefficients, decision = copy.step_values(coefficients, inverse_scale, clip_factor)
             launch(
                 table.device,
                 _instances_of(table)[0],
@@ -135,10 +150,11 @@ def record(name: str, launch: Launcher) -> Kernels:
                 coefficients.data_ptr(),
                 decision.data_ptr(),
                 int(row_per_tensor),
-                float(inverse_scale),
             )
 
-    def analyze_gradient(table: LaunchTable, rows: Tensor, inverse_scale: float) -> None:
+    def analyze_gradient(
+        table: LaunchTable, rows: Tensor, inverse_scale: float, *, scale: Tensor | None = None
+    ) -> None:
         if not len(table):
             return
         with launch.on(table.device):
@@ -155,6 +171,7 @@ def record(name: str, launch: Launcher) -> Kernels:
                 blocks.entries.data_ptr(),
                 len(table),
                 rows.data_ptr(),
+                _address(scale),
                 float(inverse_scale),
             )
 
@@ -172,21 +189,38 @@ def record(name: str, launch: Launcher) -> Kernels:
             launch(rows.device, _MERGE_REPORT, 1, rows.data_ptr(), report.data_ptr(), count, count)
 
     def decide(
-        table: LaunchTable, hyperparameters: Tensor, report: Tensor | None, coefficients: Tensor, decision: Tensor
+        table: LaunchTable,
+        memory: DecisionMemory,
+        coefficients: Tensor,
+        rows: Tensor | None,
+        inverse_scale: float,
+        *,
+        measured: bool,
+        check_finite: bool,
+        scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        stages: bool = False,
     ) -> None:
-        if not len(table):
-            return
+        check_room(table, coefficients, rows, measured=measured)
         with launch.on(table.device):
             launch(
                 table.device,
-                _DECIDE if report is None else _DECIDE_GUARDED,
-                -(-len(table) // THREADS),
+                _DECIDE,
+                1,
                 device_table(table).fields.data_ptr(),
                 len(table),
-                hyperparameters.data_ptr(),
-                0 if report is None else report.data_ptr(),
+                memory.hyperparameters.data_ptr(),
+                memory.report.data_ptr(),
+                memory.decision.data_ptr(),
+                memory.counts.data_ptr(),
                 coefficients.data_ptr(),
-                decision.data_ptr(),
+                _address(rows),
+                -1 if rows is None else rows.numel() // 3,
+                _address(scale),
+                _address(found_inf),
+                float(inverse_scale),
+                int(measured),
+                int(check_finite),
             )
 
     return Kernels(
@@ -213,6 +247,10 @@ def _instances_of(table: LaunchTable) -> tuple[str, str]:
     return chosen
 
 
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _check_rows(call: str, rows: Tensor, needed: int) -> None:
     if rows.numel() != 3 * needed:
         raise ValueError(f"{call} needs room for {needed} statistics rows, 3 numbers each; got {rows.numel()} numbers")
@@ -222,7 +260,7 @@ class PackedArguments(threading.local):
     """Kernel arguments as the driver takes them: an array of pointers to 8-byte slots. One buffer per thread, since a
     launch copies the arguments before it returns."""
 
-    MOST = 12
+    MOST = 14
 
     def __init__(self) -> None:
         self._integers = (ctypes.c_uint64 * self.MOST)()
@@ -270,7 +308,8 @@ class CudaLauncher:
         function = self._functions.get((index, instance)) or self._load(index, instance)
         if not getattr(self._ready, "context", False):
             self._make_context_current(index)
-        stream = torch.cuda.current_stream(index).cuda_stream
+        # torch's default stream is the legacy one. By its handle: 0 is a thread's own where cuda-bindings was told so.
+        stream = torch.cuda.current_stream(index).cuda_stream or _LEGACY_STREAM
         address = self._arguments.pack(arguments)
         (result,) = driver.cuLaunchKernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, address, 0)
         if result != driver.CUresult.CUDA_SUCCESS:

@@ -18,13 +18,15 @@ import torch
 
 from ...errors import InvalidOption
 from .. import Kernels
+from ..decision import check_room
 from ..device_table import STATISTICS_KIND, UPDATE_KIND, BlockMap, device_table
-from ..tables import COEFFICIENTS, Flag
+from ..tables import Flag
 from .memory import GENERAL_KIND
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..decision import DecisionMemory
     from ..tables import LaunchTable
 
 PTX_VERSION_VARIABLE = "RUDA_PTX_VERSION"
@@ -43,12 +45,12 @@ STATISTICS_CHUNK = 20 * STATISTICS_BLOCK
 # A strided walk keeps a 64-bit offset per element and role: one element a thread.
 STRIDED_TAIL = THREADS
 MERGE_BLOCK = 1024
-DECIDE_BLOCK = 128
+DECIDE_BLOCK = THREADS
 
 
 @dataclass(frozen=True)
 class Functions:
-    """The Triton functions of update.py and statistics.py."""
+    """The Triton functions of update.py, statistics.py and decide.py."""
 
     update: Any
     analyze: Any
@@ -58,14 +60,13 @@ class Functions:
 
 @dataclass(frozen=True)
 class Specialization:
-    """What a kernel is compiled for: the values of its ``constexpr`` parameters, and the threads of a program."""
+    """What a kernel is compiled for: the values of its ``constexpr`` parameters."""
 
     constants: tuple[tuple[str, int], ...]
-    threads: int = THREADS
 
     def options(self, warp_size: int) -> dict[str, Any]:
         """Every multiplication and addition rounds by itself: contraction would change bits."""
-        return {"num_warps": self.threads // warp_size, "enable_fp_fusion": False}
+        return {"num_warps": THREADS // warp_size, "enable_fp_fusion": False}
 
 
 @functools.cache
@@ -92,7 +93,7 @@ def merge_specialization(report: bool) -> Specialization:
     return Specialization((("REPORT", int(report)), ("BLOCK", MERGE_BLOCK)))
 
 
-DECIDE = Specialization((("BLOCK", DECIDE_BLOCK),), threads=DECIDE_BLOCK)
+DECIDE = Specialization((("MERGE", MERGE_BLOCK), ("BLOCK", DECIDE_BLOCK)))
 
 
 def every_specialization() -> dict[str, list[Specialization]]:
@@ -256,9 +257,9 @@ def kernels(functions: Functions, simulate: bool) -> Kernels:
             blocks = copy.blocks(table, UPDATE_CHUNK, UPDATE_KIND)
             row_per_tensor = int(decision is not None)
             if decision is None:
-                coefficients, decision = copy.step_values(coefficients, clip_factor)
+                coefficients, decision = copy.step_values(coefficients, inverse_scale, clip_factor)
             memory = (copy.fields, copy.layouts, blocks.entries, coefficients, decision)
-            numbers = (len(table), row_per_tensor, float(inverse_scale))
+            numbers = (len(table), row_per_tensor)
             launch(
                 functions.update,
                 update_specialization(_kind(blocks)),
@@ -268,16 +269,18 @@ def kernels(functions: Functions, simulate: bool) -> Kernels:
                 simulate=simulate,
             )
 
-    def analyze_gradient(table: LaunchTable, rows: Tensor, inverse_scale: float) -> None:
+    def analyze_gradient(
+        table: LaunchTable, rows: Tensor, inverse_scale: float, *, scale: Tensor | None = None
+    ) -> None:
         with _on_device(table.device):
             copy = device_table(table)
             # Backwards, so that the update, which walks forwards, starts on gradients that are still in cache.
             blocks = copy.blocks(table, STATISTICS_CHUNK, STATISTICS_KIND, reverse=True)
             _check_rows("analyze_gradient", "statistics rows", rows, blocks.blocks)
-            memory = (copy.fields, copy.layouts, blocks.entries, rows)
+            memory = (copy.fields, copy.layouts, blocks.entries, rows, rows if scale is None else scale)
             if blocks.blocks == 0:
                 return
-            numbers = (len(table), blocks.blocks, float(inverse_scale))
+            numbers = (len(table), blocks.blocks, int(scale is not None), float(inverse_scale))
             launch(
                 functions.analyze,
                 analyze_specialization(_kind(blocks)),
@@ -301,30 +304,34 @@ def kernels(functions: Functions, simulate: bool) -> Kernels:
             launch(functions.merge, merge_specialization(True), 1, rows, report, count, count, simulate=simulate)
 
     def decide(
-        table: LaunchTable, hyperparameters: Tensor, report: Tensor | None, coefficients: Tensor, decision: Tensor
+        table: LaunchTable,
+        memory: DecisionMemory,
+        coefficients: Tensor,
+        rows: Tensor | None,
+        inverse_scale: float,
+        *,
+        measured: bool,
+        check_finite: bool,
+        scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        stages: bool = False,
     ) -> None:
-        """The capturable decision: skip, clip, step counters and coefficients, without the host.
-
-        Args:
-            table: ``Field.COEFFICIENTS`` is the tensor's row of ``hyperparameters``; ``Field.STEP`` points to its FP32
-                counter on the device, which is incremented unless the step is skipped.
-            hyperparameters: FP64 ``(g, 8)`` on the device: lr, beta1, beta2, epsilon, weight_decay, gradient_sign,
-                max_norm (-1: none), guard epsilon. The last two are read from row 0.
-            report: FP32 ``(3,)`` from ``merge_gradient_stats``, or ``None`` to skip nothing and clip nothing.
-            coefficients: FP32 ``(n, COEFFICIENTS)`` on the device; row i is written for tensor i.
-            decision: FP32 ``(2,)`` on the device; written: skip 0/1, clip factor as ``GradientStats.decision`` has it.
-        """
-        count = len(table)
-        _check_rows("decide", "rows of coefficients", coefficients, count, COEFFICIENTS)
-        _check_rows("decide", "decision (skip, clip)", decision, 1, 2)
-        if count == 0:
-            return
+        check_room(table, coefficients, rows, measured=measured)
         with _on_device(table.device):
-            copy = device_table(table)
-            has_report = int(report is not None)
-            # Without a report the kernel reads three numbers all the same and ignores them.
-            memory = (copy.fields, hyperparameters, coefficients if report is None else report, coefficients, decision)
-            launch(functions.decide, DECIDE, -(-count // DECIDE_BLOCK), *memory, count, has_report, simulate=simulate)
+            # A kernel takes memory for every pointer, and looks at it only if the numbers say that it is there.
+            absent = memory.decision
+            optional = tuple(absent if tensor is None else tensor for tensor in (rows, scale, found_inf))
+            launch(
+                functions.decide,
+                DECIDE,
+                1,
+                device_table(table).fields,
+                *(memory.hyperparameters, memory.report, memory.decision, memory.counts, coefficients, *optional),
+                *(len(table), -1 if rows is None else rows.numel() // 3),
+                *map(int, (scale is not None, found_inf is not None, measured, check_finite)),
+                float(inverse_scale),
+                simulate=simulate,
+            )
 
     return Kernels(
         name="ptx-simulated" if simulate else "ptx",
@@ -337,9 +344,9 @@ def kernels(functions: Functions, simulate: bool) -> Kernels:
     )
 
 
-def _check_rows(name: str, what: str, tensor: Tensor, rows: int, width: int = 3) -> None:
-    if tensor.numel() != rows * width or not tensor.is_contiguous():
+def _check_rows(name: str, what: str, tensor: Tensor, rows: int) -> None:
+    if tensor.numel() != rows * 3 or not tensor.is_contiguous():
         raise ValueError(
-            f"{name} needs a contiguous tensor for {rows} {what} ({rows * width} FP32 numbers), "
+            f"{name} needs a contiguous tensor for {rows} {what} ({rows * 3} FP32 numbers), "
             f"got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
         )

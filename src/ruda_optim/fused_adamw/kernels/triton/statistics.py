@@ -65,7 +65,14 @@ def _stored(address, start, offsets, mask, flags, KIND: tl.constexpr, VECTOR: tl
         return read_gradient(gradient_pointer(address, KIND, VECTOR) + start, offsets, mask, KIND, VECTOR)
 
 
-_ANALYZE_ARGUMENTS = ["fields", "layouts", "blocks", "rows", "n", "block_count", "inverse_scale"]
+@triton.jit
+def inverse_of(scale, has_scale, inverse_scale):
+    """1 / ``scale``, a loss scale on the device, if there is one; else ``inverse_scale``."""
+    stored = tl.load(scale, mask=has_scale != 0, other=1.0)
+    return tl.where(has_scale != 0, tl.div_rn(1.0, stored), inverse_scale)
+
+
+_ANALYZE_ARGUMENTS = ["fields", "layouts", "blocks", "rows", "scale", "n", "block_count", "has_scale", "inverse_scale"]
 
 
 @triton.jit(do_not_specialize=_ANALYZE_ARGUMENTS)
@@ -74,8 +81,10 @@ def analyze_kernel(
     layouts,
     blocks,
     rows,
+    scale,
     n,
     block_count,
+    has_scale,
     inverse_scale,
     KIND: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -90,6 +99,7 @@ def analyze_kernel(
     address = read_entry(fields, GRAD, n, tensor)
     flags = read_entry(fields, FLAGS, n, tensor)
     layout = layouts + read_entry(fields, LAYOUT, n, tensor)
+    inverse_scale = inverse_of(scale, has_scale, inverse_scale)
     largest = count * 0
     frame = largest + 253
     bad = inverse_scale * 0.0
@@ -117,18 +127,16 @@ def analyze_kernel(
             at = b + tl.arange(0, TAIL)
             x = _stored(address, base, at, at < count, flags, KIND, False)
             largest, bad, frame, total = _add_block(largest, bad, frame, total, x * inverse_scale)
-    scale = bits_float(largest)
-    framed = tl.where(largest == 0, 1.0, scale * _power_of_two(frame))
-    tl.store(rows + row * 3, scale)
+    greatest = bits_float(largest)
+    framed = tl.where(largest == 0, 1.0, greatest * _power_of_two(frame))
+    tl.store(rows + row * 3, greatest)
     tl.store(rows + row * 3 + 1, tl.div_rn(total, framed * framed))
     tl.store(rows + row * 3 + 2, bad)
 
 
-@triton.jit(do_not_specialize=["rows", "merged", "count", "fan_in"])
-def merge_kernel(rows, merged, count, fan_in, REPORT: tl.constexpr, BLOCK: tl.constexpr):
-    """Merges ``fan_in`` rows per program, in FP64. REPORT: writes (bad, scale, sumsq) instead of a row."""
-    begin = tl.program_id(0) * fan_in
-    end = tl.minimum(begin + fan_in, count)
+@triton.jit
+def merge_rows(rows, begin, end, BLOCK: tl.constexpr):
+    """Rows ``[begin, end)`` as one: scale, sumsq, bad. Sums in FP64, the sum rounded to FP32."""
     lanes = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), tl.float32)
     bad = tl.zeros((BLOCK,), tl.float32)
@@ -144,13 +152,20 @@ def merge_kernel(rows, merged, count, fan_in, REPORT: tl.constexpr, BLOCK: tl.co
         row_scale = tl.load(rows + i * 3, mask=i < end, other=0.0)
         ratio = tl.div_rn(row_scale, tl.broadcast_to(divisor, (BLOCK,)))
         total += (tl.load(rows + i * 3 + 1, mask=i < end, other=0.0) * ratio * ratio).to(tl.float64)
-    sumsq = tl.sum(total).to(tl.float32)
+    return scale, tl.sum(total).to(tl.float32), tl.max(bad)
+
+
+@triton.jit(do_not_specialize=["rows", "merged", "count", "fan_in"])
+def merge_kernel(rows, merged, count, fan_in, REPORT: tl.constexpr, BLOCK: tl.constexpr):
+    """Merges ``fan_in`` rows per program. REPORT: writes (bad, scale, sumsq) instead of a row."""
+    begin = tl.program_id(0) * fan_in
+    scale, sumsq, bad = merge_rows(rows, begin, tl.minimum(begin + fan_in, count), BLOCK)
     out = merged + tl.program_id(0) * 3
     if REPORT:
-        tl.store(out, tl.max(bad))
+        tl.store(out, bad)
         tl.store(out + 1, scale)
         tl.store(out + 2, sumsq)
     else:
         tl.store(out, scale)
         tl.store(out + 1, sumsq)
-        tl.store(out + 2, tl.max(bad))
+        tl.store(out + 2, bad)

@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA and ROCm devices: the formula and the capturable decision.
+"""Triton kernels for CUDA and ROCm devices: the formula.
 
 The update is ``csrc/adamw_update.h`` and the loops of ``csrc/cpu_loops.cpp``, operation by operation: contraction is
 off (``enable_fp_fusion=False``), division and square root round correctly (``div_rn``, ``sqrt_rn``), so a parameter has
@@ -21,11 +21,13 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise ImportError(
-        "the 'ptx' kernels need Triton, which is not installed: pip install 'ruda-optim[fused-adamw-device]'"
+        "the 'ptx' kernels need Triton, which is not installed. It comes with torch for CUDA and for ROCm on Linux, "
+        "in the version that fits: reinstall torch (pytorch.org), or set RUDA_CUDA_COMPILER=nvrtc on NVIDIA"
     ) from error
 
 from .. import Kernels
 from . import launch
+from .decide import decide_kernel
 from .memory import (
     ALIGNED,
     AMSGRAD,
@@ -51,7 +53,6 @@ from .memory import (
     REMAINDER,
     ROW_SIZE,
     SPLIT,
-    STEP,
     STRIDED,
     bf16_from_float,
     block_of_program,
@@ -67,7 +68,6 @@ from .memory import (
     read_general_gradient,
     read_gradient,
     read_if,
-    seed_of_step,
     split_master,
     strided_offsets,
     typed_pointer,
@@ -211,7 +211,7 @@ def _update_general_block(
 
 
 _UPDATE_ARGUMENTS = ["fields", "layouts", "blocks", "coefficients", "decision"]
-_UPDATE_ARGUMENTS += ["n", "row_per_tensor", "inverse_scale"]
+_UPDATE_ARGUMENTS += ["n", "row_per_tensor"]
 
 
 @triton.jit(do_not_specialize=_UPDATE_ARGUMENTS)
@@ -223,7 +223,6 @@ def update_kernel(
     decision,
     n,
     row_per_tensor,
-    inverse_scale,
     KIND: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -242,6 +241,7 @@ def update_kernel(
     c = read_coefficients(coefficients + row * ROW_SIZE)
     a = read_addresses(fields, n, tensor)
     signed_clip = tl.load(decision + 1) * c[7]
+    inverse_scale = tl.load(decision + 2)
     layout = layouts + read_entry(fields, LAYOUT, n, tensor)
     done = 0
     if (STRIDED & KIND) == 0:
@@ -267,67 +267,6 @@ def update_kernel(
         for b in range(done, count, TAIL):
             at = b + tl.arange(0, TAIL)
             _update_block(a, base, at, at < count, layout, flags, c, inverse_scale, signed_clip, KIND, False)
-
-
-# ---- the capturable decision -----------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _power(base, exponent):
-    """base^exponent in FP64 by repeated squaring; exponent: int64 >= 0."""
-    result = tl.full(base.shape, 1.0, tl.float64)
-    for _ in range(63):
-        result = tl.where((exponent & 1) != 0, result * base, result)
-        base = base * base
-        exponent = exponent >> 1
-    return result
-
-
-_DECIDE_ARGUMENTS = ["fields", "hyperparameters", "report", "coefficients", "decision", "n", "has_report"]
-
-
-@triton.jit(do_not_specialize=_DECIDE_ARGUMENTS)
-def decide_kernel(fields, hyperparameters, report, coefficients, decision, n, has_report, BLOCK: tl.constexpr):
-    """Skip and clip, step counters and coefficients without the host: launch.decide says what goes in and out.
-
-    Every program comes to the same decision; the first one writes it.
-    """
-    checked = has_report != 0
-    bad = checked & (tl.load(report) != 0.0)
-    scale = tl.load(report + 1).to(tl.float64)
-    sumsq = tl.load(report + 2).to(tl.float64)
-    max_norm = tl.load(hyperparameters + 6)
-    norm = scale * tl.sqrt(sumsq)
-    factor = tl.minimum(max_norm / (norm + tl.load(hyperparameters + 7)), 1.0)
-    factor = tl.where(norm == 0.0, 1.0, factor)
-    factor = tl.where(max_norm == 0.0, 0.0, factor)
-    clip = tl.where(checked & (max_norm >= 0.0) & (bad == 0), factor, 1.0).to(tl.float32)
-    if tl.program_id(0) == 0:
-        tl.store(decision, bad.to(tl.float32))
-        tl.store(decision + 1, clip)
-
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < n
-    counter = tl.load(fields + n * STEP + i, mask=mask, other=0).to(tl.pointer_type(tl.float32))
-    h = hyperparameters + tl.load(fields + n * COEFFICIENTS + i, mask=mask, other=0) * 8
-    completed = tl.load(counter, mask=mask, other=0.0)
-    t = completed + 1.0
-    lr = tl.load(h, mask=mask, other=0.0)
-    beta1 = tl.load(h + 1, mask=mask, other=0.0)
-    beta2 = tl.load(h + 2, mask=mask, other=0.0)
-    c = coefficients + i * ROW_SIZE
-    tl.store(c, lr.to(tl.float32), mask=mask)
-    tl.store(c + 1, (lr * tl.load(h + 4, mask=mask, other=0.0)).to(tl.float32), mask=mask)
-    tl.store(c + 2, (1.0 - beta1).to(tl.float32), mask=mask)
-    tl.store(c + 3, (1.0 - beta2).to(tl.float32), mask=mask)
-    tl.store(c + 4, (1.0 / (1.0 - _power(beta1, t.to(tl.int64)))).to(tl.float32), mask=mask)
-    tl.store(c + 5, (1.0 / (1.0 - _power(beta2, t.to(tl.int64)))).to(tl.float32), mask=mask)
-    tl.store(c + 6, tl.load(h + 3, mask=mask, other=0.0).to(tl.float32), mask=mask)
-    tl.store(c + 7, tl.load(h + 5, mask=mask, other=0.0).to(tl.float32), mask=mask)
-    seed_low, seed_high = seed_of_step(t.to(tl.int64))
-    tl.store(c + 8, seed_low, mask=mask)
-    tl.store(c + 9, seed_high, mask=mask)
-    tl.store(counter, tl.where(bad, completed, t), mask=mask)
 
 
 # ---- the backend -----------------------------------------------------------------------------------------------------
