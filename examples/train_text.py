@@ -1,10 +1,11 @@
 """Train a small GPT on English text, once with the fused step and once with torch's AdamW, and draw both.
 
-    python examples/train_text.py                                  # `make demo`: about two minutes on 2 cores
-    python examples/train_text.py --dtype bf16 --max-grad-norm 1.0 # BF16 parameters, FP32 masters, global clipping
-    python examples/train_text.py --resume                         # continue after a kill, bit for bit
+    python examples/train_text.py                 # `make demo`: about three minutes, with fewer steps where it is slow
+    python examples/train_text.py --dtype bf16    # BF16 parameters and gradients, 32-bit masters
+    python examples/train_text.py --resume        # continue after a kill, bit for bit
 
-Needs matplotlib and tqdm besides torch; `make venv` installs them.
+In the middle one element of one gradient is made NaN on purpose: the step is skipped, and the parameter is
+named. Needs matplotlib and tqdm besides torch; `make venv` installs them.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import argparse
 import math
 import statistics
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
-from demo_text import DemoError, load_text
-from training import NAMES, Configuration, Run, option, write_atomically
+from demo_text import DemoError, Text, load_text
+from pace import MOST, evaluations, measure, timing_steps
+from training import NAMES, Configuration, Run, option, read_checkpoint, write_atomically
 from training_picture import draw
 
 from ruda_optim.fused_adamw.storage import available
-
-TIMING_STEPS = 40
-"""Steps of the third, short run, which only times ``torch.optim.AdamW(fused=True)``."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,6 +47,7 @@ def demo(args: argparse.Namespace) -> int:
     for backend in available():
         if backend.name == "cpu" and not backend.available:
             raise DemoError(backend.reason)
+    started = time.perf_counter()
     text = load_text(args.text, args.context)
     config = Configuration(
         text=text.digest,
@@ -59,34 +61,57 @@ def demo(args: argparse.Namespace) -> int:
     print(f"unigram: {per_byte(entropy)}, the best that a model without context could do on the validation text")
 
     checkpoints = {method: args.out / f"checkpoint-{method}.pt" for method in ("ruda", "torch")}
+    if args.resume and not checkpoints["ruda"].exists():
+        raise DemoError(f"--resume needs {checkpoints['ruda']}, which does not exist; start without --resume")
+    if args.steps is None:
+        steps = (
+            read_checkpoint(checkpoints["ruda"])["configuration"]["steps"]
+            if args.resume
+            else fitting(config, text, args)
+        )
+        config = replace(config, steps=steps)
+    steps = config.steps
+    evaluate_every = args.evaluate_every or max(1, steps // evaluations(steps))
     if not args.resume:
         for path in checkpoints.values():  # an old one must not pass for the other half of this run
             path.unlink(missing_ok=True)
-    elif not checkpoints["ruda"].exists():
-        raise DemoError(f"--resume needs {checkpoints['ruda']}, which does not exist; start without --resume")
 
     runs = {}
     for method in ("ruda", "torch") if args.compare else ("ruda",):
         run = Run(config, text, method)
         if args.resume and checkpoints[method].exists():
             run.load(checkpoints[method])
-            print(f"resume:  {NAMES[method]} from step {run.step} of {args.steps}")
-        if run.step < args.steps:
-            run.train(args.steps, args.evaluate_every, checkpoints[method], args.checkpoint_every)
+            print(f"resume:  {NAMES[method]} from step {run.step} of {steps}")
+        if run.step < steps:
+            run.train(steps, evaluate_every, checkpoints[method], args.checkpoint_every)
         runs[method] = run
     histories = {method: run.history for method, run in runs.items()}
     seconds = {method: history.optimizer_seconds for method, history in histories.items()}
     if args.compare:
         short = Run(config, text, "torch-fused")
-        short.train(min(TIMING_STEPS, args.steps), args.steps)
+        short.train(timing_steps(steps), steps)
         seconds["torch-fused"] = short.history.optimizer_seconds
     milliseconds = {method: 1e3 * statistics.median(values) for method, values in seconds.items()}
 
     picture = args.out / "training.png"
-    write_atomically(picture, draw(config, histories, milliseconds, entropy, parameters))
+    write_atomically(picture, draw(config, histories, milliseconds, entropy, parameters, runs["ruda"].layers))
     report(runs, milliseconds, entropy)
-    print(f"picture: {picture}")
+    print(f"picture: {picture}, after {time.perf_counter() - started:.0f} s")
     return 0
+
+
+def fitting(config: Configuration, text: Text, args: argparse.Namespace) -> int:
+    """How many steps fit into ``--minutes``, and a line that says so."""
+    pace, limit = measure(config, text), 60 * args.minutes
+    steps = pace.steps(limit, compare=args.compare)
+    seconds = pace.seconds(steps, compare=args.compare)
+    why = "all of them" if steps == MOST else f"of {MOST}, as many as fit into --minutes {args.minutes:g}"
+    if seconds > limit:
+        why = f"the fewest that show anything; --minutes {args.minutes:g} is not enough for them here"
+    print(
+        f"time:    {1e3 * pace.step:.0f} ms a step on this machine: {steps} steps ({why}), about {seconds:.0f} s in all"
+    )
+    return steps
 
 
 def report(runs: dict[str, Run], milliseconds: dict[str, float], entropy: float) -> None:
@@ -101,12 +126,13 @@ def report(runs: dict[str, Run], milliseconds: dict[str, float], entropy: float)
         print(f"  {NAMES[method]:<34} {per_byte(loss)}, {abs(entropy - loss):.3f} nats {side} the unigram entropy")
     print("time per optimizer step (median)")
     for method, value in milliseconds.items():
-        note = f", first {TIMING_STEPS} steps" if method == "torch-fused" else ""
+        note = f", {timing_steps(runs['ruda'].step)} steps" if method == "torch-fused" else ""
         print(f"  {NAMES[method]:<34} {value:.3f} ms{note}")
     history = runs["ruda"].history
-    if runs["ruda"].config.max_grad_norm is not None:
-        clipped = sum(factor < 1 for factor in history.clip_factor)
-        print(f"clipped {clipped} of {len(history.loss)} steps, skipped {sum(history.skipped)} (non-finite gradients)")
+    clipped = sum(factor < 1 for factor in history.clip_factor)
+    print(f"clipped {clipped} of {len(history.loss)} steps, skipped {sum(history.skipped)}")
+    for told in history.skips:
+        print(f"  {told}")
 
 
 def per_byte(nats: float) -> str:
@@ -137,10 +163,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--no-compare", dest="compare", action="store_false", help="train with the fused step only, not with torch's")
     add("--dtype", choices=("fp32", "bf16"), default="fp32",
         help="of parameters and gradients; bf16 keeps FP32 masters, by hand for torch's AdamW")  # fmt: skip
-    add("--max-grad-norm", type=float, metavar="NORM", help="clip all gradients to this global L2 norm (None: do not)")
-    add("--steps", type=int, default=600, help="optimizer steps of each run")
+    add("--max-grad-norm", type=float, default=1.0, metavar="NORM",
+        help="clip all gradients to this global L2 norm; inf measures it and never clips")  # fmt: skip
+    add("--minutes", type=float, default=3.0, help="without --steps: how long the demo may take, about")
+    add("--steps", type=int, help=f"optimizer steps of each run (None: as many as fit into --minutes, at most {MOST})")
     add("--checkpoint-every", type=int, default=100, metavar="STEPS", help="write a checkpoint this often")
-    add("--evaluate-every", type=int, default=60, metavar="STEPS", help="measure the validation loss this often")
+    add("--evaluate-every", type=int, metavar="STEPS",
+        help="measure the validation loss this often (None: 2 to 10 times)")  # fmt: skip
     add("--seed", type=int, default=0, help="of the initial weights, the order of the data and the dropout")
     add("--batch", type=int, default=16, help="contexts per step")
     add("--context", type=int, default=128, help="bytes that the model sees")
@@ -152,13 +181,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--weight-decay", type=float, default=0.1, help="decoupled weight decay of the matrices")
     args = parser.parse_args(argv)
     for name in ("steps", "checkpoint_every", "evaluate_every", "batch", "context", "layers", "width", "heads"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"{option(name)} must be at least 1, got {getattr(args, name)}")
-    for name, low, high in (("dropout", 0, 1), ("lr", 0, math.inf), ("weight_decay", 0, math.inf)):
+    for name, low, high in (("dropout", 0, 1), ("lr", 0, math.inf), ("weight_decay", 0, math.inf), ("minutes", 0, 1e6)):
         if not low <= getattr(args, name) < high:
             parser.error(f"{option(name)} must be at least {low} and below {high}, got {getattr(args, name)}")
-    if args.max_grad_norm is not None and not 0 <= args.max_grad_norm < math.inf:
-        parser.error(f"--max-grad-norm must be finite and at least 0, got {args.max_grad_norm}")
+    if not args.max_grad_norm >= 0:
+        parser.error(f"--max-grad-norm must be at least 0, got {args.max_grad_norm}")
     if args.width % args.heads:
         parser.error(f"--width must be a multiple of --heads, got {args.width} and {args.heads}")
     return args

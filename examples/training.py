@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from demo_text import DemoError, Text
@@ -19,13 +19,16 @@ from tqdm import tqdm
 
 import ruda_torch
 
+if TYPE_CHECKING:
+    from ruda_torch.report import GradientReport
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = {
     "ruda": "ruda_torch.AdamW(fused_step=True)",
     "torch": "torch.optim.AdamW()",
     "torch-fused": "torch.optim.AdamW(fused=True)",
 }
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,23 @@ class Configuration:
     dropout: float
     lr: float
     weight_decay: float
-    max_grad_norm: float | None
+    max_grad_norm: float
+    """Infinity measures the norm and never clips."""
 
     def model(self) -> GPT:
         """A new model; the same bits for the same seed."""
         torch.manual_seed(self.seed)
         model = GPT(self.context, self.layers, self.width, self.heads, self.dropout)
         return model.to(DTYPES[self.dtype])
+
+    @property
+    def poisoned_step(self) -> int:
+        """The step, counted from 0, in which one element of one gradient is NaN, on purpose."""
+        return self.steps // 2
+
+    @property
+    def poisoned_parameter(self) -> str:
+        return f"blocks.{self.layers // 2}.mlp_in.weight"
 
     def lr_factor(self, step: int) -> float:
         """Linear warm-up over the first 5 % of the steps, then a cosine down to a tenth."""
@@ -69,22 +82,32 @@ class History:
     grad_norm: list[float] = field(default_factory=list)
     clip_factor: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
+    layer_norms: list[list[float]] = field(default_factory=list)
+    """Per step the gradient norm of each of ``layers_of(model)``; only of an optimizer that reports it."""
+    skips: list[str] = field(default_factory=list)
+    """What the optimizer had to say about skipped steps."""
     validation: list[tuple[int, float]] = field(default_factory=list)
 
 
-def parameter_groups(parameters: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; the vectors of the normalisations do not."""
+def parameter_groups(parameters: dict[str, Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; the vectors of the normalisations do not. With names, which reports show."""
+    named = parameters.items()
     return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [(name, p) for name, p in named if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [(name, p) for name, p in named if p.dim() < 2], "weight_decay": 0.0},
     ]
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """Every module that has parameters of its own, in the order of the model."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name, _ in model.named_parameters()))
 
 
 class RudaStep:
     """The fused step: finite check, clipping, update and (for BF16) the half copy, all inside ``step()``."""
 
     def __init__(self, model: nn.Module, config: Configuration) -> None:
-        groups = parameter_groups(list(model.parameters()), config.weight_decay)
+        groups = parameter_groups(dict(model.named_parameters()), config.weight_decay)
         self.optimizer = ruda_torch.AdamW(
             groups, lr=config.lr, betas=(0.9, 0.95), fused_step=True, max_grad_norm=config.max_grad_norm
         )
@@ -94,6 +117,10 @@ class RudaStep:
         optimizer = self.optimizer
         optimizer.step()
         return optimizer.last_grad_norm, optimizer.last_clip_factor, optimizer.last_step_skipped
+
+    def report(self) -> GradientReport | None:
+        """What the step saw of each gradient."""
+        return self.optimizer.gradient_report()
 
     def state(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer.state_dict()}
@@ -106,33 +133,36 @@ class TorchStep:
     """What the fused step replaces, by hand: FP32 masters for a BF16 model, ``clip_grad_norm_``, torch's AdamW."""
 
     def __init__(self, model: nn.Module, config: Configuration, *, fused: bool) -> None:
-        self.parameters = list(model.parameters())
-        self.masters = self.parameters
+        named = dict(model.named_parameters())
+        self.parameters = list(named.values())
         if config.dtype != "fp32":
-            self.masters = [p.detach().float().requires_grad_() for p in self.parameters]
+            named = {name: p.detach().float().requires_grad_() for name, p in named.items()}
+        self.masters = list(named.values())
+        self.half = config.dtype != "fp32"
         self.max_grad_norm = config.max_grad_norm
-        groups = parameter_groups(self.masters, config.weight_decay)
+        groups = parameter_groups(named, config.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=fused or None)
 
     def __call__(self) -> tuple[float, float, bool]:
-        norm, factor = math.nan, 1.0
-        if self.masters is not self.parameters:
+        if self.half:
             for master, parameter in zip(self.masters, self.parameters, strict=True):
                 master.grad = parameter.grad.float()
-        if self.max_grad_norm is not None:
-            norm = float(nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm))
-            if not math.isfinite(norm):
-                return norm, 1.0, True
-            factor = min(1.0, self.max_grad_norm / (norm + 1e-6))
+        norm = float(nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm))
+        if not math.isfinite(norm):
+            return norm, 1.0, True
         self.optimizer.step()
-        if self.masters is not self.parameters:
+        if self.half:
             with torch.no_grad():
                 for master, parameter in zip(self.masters, self.parameters, strict=True):
                     parameter.copy_(master)
-        return norm, factor, False
+        return norm, min(1.0, self.max_grad_norm / (norm + 1e-6)), False
+
+    def report(self) -> GradientReport | None:
+        """Torch's step keeps nothing of it."""
+        return None
 
     def state(self) -> dict[str, Any]:
-        masters = [] if self.masters is self.parameters else [m.detach() for m in self.masters]
+        masters = [m.detach() for m in self.masters] if self.half else []
         return {"optimizer": self.optimizer.state_dict(), "masters": masters}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -156,6 +186,7 @@ class Run:
         self.config, self.text, self.method = config, text, method
         self.model = config.model()
         self.update = make_step(method, self.model, config)
+        self.layers = layers_of(self.model)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.update.optimizer, config.lr_factor)
         self.order = torch.Generator().manual_seed(config.seed)
         torch.manual_seed(config.seed)  # dropout starts alike whatever was drawn before
@@ -173,7 +204,7 @@ class Run:
         with tqdm(total=until, initial=self.step, desc=NAMES[self.method], unit="step", mininterval=interval) as bar:
             start, first = time.perf_counter(), self.step
             while self.step < until:
-                self._train_step()
+                self.train_step()
                 history, seconds = self.history, time.perf_counter() - start
                 if self.step % evaluate_every == 0 or self.step == until:
                     history.validation.append((self.step, self.validation_loss()))
@@ -186,7 +217,8 @@ class Run:
         if math.isnan(self.history.loss[-1]):
             raise DemoError(f"training diverged: the loss is NaN at step {self.step}; use a smaller --lr")
 
-    def _train_step(self) -> None:
+    def train_step(self) -> None:
+        """One batch forward, backward, and into the optimizer; recorded in ``history``."""
         config, data = self.config, self.text.training
         starts = torch.randint(len(data) - config.context, (config.batch, 1), generator=self.order)
         windows = data[starts + torch.arange(config.context + 1)]
@@ -194,10 +226,13 @@ class Run:
         loss = self.model(windows[:, :-1], windows[:, 1:])
         self.model.zero_grad()
         loss.backward()
+        if self.step == config.poisoned_step:
+            self.model.get_parameter(config.poisoned_parameter).grad[0, 0] = math.nan
         before = time.perf_counter()
         norm, factor, skipped = self.update()
         seconds = time.perf_counter() - before
-        self.scheduler.step()
+        if not skipped:
+            self.scheduler.step()
         self.step += 1
         history = self.history
         history.loss.append(loss.item())
@@ -205,6 +240,24 @@ class Run:
         history.grad_norm.append(norm)
         history.clip_factor.append(factor)
         history.skipped.append(skipped)
+        report = self.update.report()
+        if report is not None:
+            history.layer_norms.append(self._layer_norms(report))
+            if skipped:
+                self._tell(report)
+
+    def _layer_norms(self, report: GradientReport) -> list[float]:
+        squares = dict.fromkeys(self.layers, 0.0)
+        for line in report:
+            squares[line.name.rpartition(".")[0]] += line.norm**2
+        return [math.sqrt(square) for square in squares.values()]
+
+    def _tell(self, report: GradientReport) -> None:
+        names = ", ".join(str(line) for line in report.not_finite)
+        purpose = ", one element of it made NaN on purpose" * (self.step - 1 == self.config.poisoned_step)
+        told = f"step {self.step} skipped: not finite is the gradient of {names}{purpose}"
+        self.history.skips.append(told)
+        tqdm.write(told)
 
     @torch.no_grad()
     def validation_loss(self) -> float:
@@ -244,14 +297,7 @@ class Run:
         Raises:
             DemoError: the file is no checkpoint of this demo, or was made with other options.
         """
-        try:
-            saved = torch.load(path, weights_only=True)
-            known = saved["format"] == CHECKPOINT_FORMAT
-        except Exception as error:  # noqa: BLE001  whatever a damaged file makes of torch.load
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise DemoError(f"{path} is not a readable checkpoint ({reason}); start without --resume") from None
-        if not known:
-            raise DemoError(f"{path} must have checkpoint format {CHECKPOINT_FORMAT}, got {saved['format']!r}")
+        saved = read_checkpoint(path)
         old, new = saved["configuration"], vars(self.config)
         differing = [name for name in new if old.get(name) != new[name]]
         if differing:
@@ -275,6 +321,23 @@ class Run:
         torch.set_rng_state(saved["random"])
         self.step = saved["step"]
         self.history = History(**saved["history"])
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What :meth:`Run.save` wrote.
+
+    Raises:
+        DemoError: the file is no checkpoint of this demo.
+    """
+    try:
+        saved = torch.load(path, weights_only=True)
+        known = saved["format"] == CHECKPOINT_FORMAT
+    except Exception as error:  # noqa: BLE001  whatever a damaged file makes of torch.load
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise DemoError(f"{path} is not a readable checkpoint ({reason}); start without --resume") from None
+    if not known:
+        raise DemoError(f"{path} must have checkpoint format {CHECKPOINT_FORMAT}, got {saved['format']!r}")
+    return saved
 
 
 def option(name: str) -> str:

@@ -1,11 +1,14 @@
-"""The picture of the demo: do both optimizers learn the same, and how long does a step take?"""
+"""The picture of the demo: do both learn the same, what went through each layer, how long does a step take?"""
 
 from __future__ import annotations
 
 import io
 import math
+import textwrap
 from typing import TYPE_CHECKING
 
+import numpy as np
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from training import NAMES, Configuration, History
 
@@ -22,6 +25,7 @@ def draw(
     milliseconds: dict[str, float],
     unigram_entropy: float,
     parameters: int,
+    layers: list[str],
 ) -> bytes:
     """A PNG of the runs.
 
@@ -31,32 +35,37 @@ def draw(
         milliseconds: median time per optimizer step of each method.
         unigram_entropy: of the validation text, nats per byte.
         parameters: of the model.
+        layers: names, in the order of the norms in the history.
     """
-    compared, clipped = "torch" in histories, config.max_grad_norm is not None
-    heights = [4.4] + [1.8] * compared + [1.8, 1.3] * clipped
-    figure = Figure(figsize=(13, sum(heights) + 1.5), layout="constrained")
+    ours, compared = histories["ruda"], "torch" in histories
+    # Left: loss, difference, norm, factor, over one axis of steps. Right: the layers over the same steps, times, notes.
+    heights = [4.4] + [1.8] * compared + [1.8, 1.3]
+    tall = max(4.4, 0.21 * len(layers))
+    figure = Figure(figsize=(16, sum(heights) + 1.9), layout="constrained")
     figure.suptitle(
         f"Training a small GPT ({parameters:,} parameters, {config.dtype.upper()}) on English text, "
         f"{config.steps} steps, seed {config.seed}",
         fontsize=14, fontweight="bold",
     )  # fmt: skip
-    grid = figure.add_gridspec(len(heights), 2, width_ratios=(1.9, 1), height_ratios=heights)
-    left = [figure.add_subplot(grid[0, 0])]
-    left += [figure.add_subplot(grid[row, 0], sharex=left[0]) for row in range(1, len(heights))]
+    sides = figure.add_gridspec(1, 2, width_ratios=(1, 1))
+    grid = sides[0, 0].subgridspec(len(heights), 1, height_ratios=heights)
+    left = [figure.add_subplot(grid[0])]
+    left += [figure.add_subplot(grid[row], sharex=left[0]) for row in range(1, len(heights))]
     panels = iter(left)
     _losses(next(panels), histories, unigram_entropy)
     if compared:
-        _difference(next(panels), histories["ruda"].loss, histories["torch"].loss)
-    if clipped:
-        _norm(next(panels), histories["ruda"], config.max_grad_norm)
-        _clip(next(panels), histories["ruda"])
+        _difference(next(panels), ours.loss, histories["torch"].loss)
+    _norm(next(panels), ours, config.max_grad_norm)
+    _clip(next(panels), ours)
     for axes in left:
         axes.grid(alpha=0.3)
         axes.tick_params(labelbottom=axes is left[-1])
     left[-1].set_xlabel("optimizer step")
-    _times(figure.add_subplot(grid[0, 1]), milliseconds, config)
-    if len(heights) > 1:
-        _notes(figure.add_subplot(grid[1:, 1]), config, histories, unigram_entropy)
+    right = sides[0, 1].subgridspec(2, 1, height_ratios=(tall, max(2.6, sum(heights) - tall)))
+    _layers(figure.add_subplot(right[0]), ours, layers)
+    below = right[1].subgridspec(1, 2, width_ratios=(1, 1.15))
+    _times(figure.add_subplot(below[0]), milliseconds, config)
+    _notes(figure.add_subplot(below[1]), config, histories, unigram_entropy)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()
@@ -90,14 +99,37 @@ def _difference(axes: Axes, ruda: list[float], torch: list[float]) -> None:
     axes.set_title("How far apart the two training losses are (rounding errors that training amplifies)", loc="left")
 
 
+def _layers(axes: Axes, history: History, layers: list[str]) -> None:
+    """One row per layer, one column per step, the norm of its gradient as a colour; what was not finite, in red."""
+    norms = np.array(history.layer_norms).T
+    seen = norms[np.isfinite(norms) & (norms > 0)]
+    low, high = np.percentile(seen, [1, 99.9]) if seen.size else (0.1, 1.0)
+    picture = axes.imshow(
+        np.where(np.isfinite(norms), norms, np.nan),
+        aspect="auto", interpolation="nearest", cmap="magma", norm=LogNorm(low, max(high, 1.01 * low)),
+        extent=(0.5, norms.shape[1] + 0.5, len(layers) - 0.5, -0.5),
+    )  # fmt: skip
+    axes.set_yticks(range(len(layers)), layers, fontsize=7.5)
+    for row, column in np.argwhere(~np.isfinite(norms)):
+        axes.axvline(column + 1, color="white", linewidth=0.8, alpha=0.7)
+        axes.plot(column + 1, row, "X", color=ALARM, markersize=11, markeredgecolor="white", clip_on=False)
+        axes.annotate(f"NaN in step {column + 1}: skipped", (column + 1, row), xytext=(9, 0), color="white",
+                      textcoords="offset points", va="center", fontsize=9, fontweight="bold")  # fmt: skip
+    axes.set_title("Gradient norm of every layer in every step, from gradient_report()", loc="left")
+    axes.set_xlabel("optimizer step")
+    axes.figure.colorbar(picture, ax=axes, pad=0.01, aspect=40, label="L2 norm")
+
+
 def _norm(axes: Axes, history: History, max_grad_norm: float) -> None:
     steps = range(1, len(history.grad_norm) + 1)
     axes.plot(steps, history.grad_norm, color=RUDA, linewidth=1)
-    axes.axhline(max_grad_norm, color=MUTED, linestyle="--", linewidth=1.2, label=f"max_grad_norm = {max_grad_norm:g}")
+    if math.isfinite(max_grad_norm):
+        axes.axhline(max_grad_norm, color=MUTED, linestyle="--", linewidth=1.2,
+                     label=f"max_grad_norm = {max_grad_norm:g}")  # fmt: skip
+        axes.legend(fontsize=9, loc="upper right")
     axes.set_yscale("log")
     axes.set_ylabel("L2 norm")
     axes.set_title("Gradient norm before clipping", loc="left")
-    axes.legend(fontsize=9, loc="upper right")
 
 
 def _clip(axes: Axes, history: History) -> None:
@@ -107,8 +139,7 @@ def _clip(axes: Axes, history: History) -> None:
     axes.plot(skipped, [1.0] * len(skipped), "v", color=ALARM, clip_on=False)
     axes.set_ylim(0, 1.15)
     axes.set_ylabel("factor")
-    marks = ", each a red triangle" if skipped else ""
-    axes.set_title(f"Clip factor (1 = not clipped); {len(skipped)} steps skipped{marks}", loc="left")
+    axes.set_title(f"Clip factor (1: not clipped); red: {len(skipped)} skipped", loc="left")
 
 
 def _times(axes: Axes, milliseconds: dict[str, float], config: Configuration) -> None:
@@ -119,9 +150,8 @@ def _times(axes: Axes, milliseconds: dict[str, float], config: Configuration) ->
     axes.set_ylim(len(milliseconds) - 0.5, -0.7)
     axes.set_yticks([])
     axes.set_xlabel("milliseconds (shorter is better)")
-    by_hand = ["FP32 masters"] * (config.dtype != "fp32") + ["clip_grad_norm_"] * (config.max_grad_norm is not None)
-    note = f"\ntorch's includes {' and '.join(by_hand)}" if by_hand else ""
-    axes.set_title(f"Time per optimizer step (median){note}", loc="left")
+    by_hand = " and FP32 masters" if config.dtype != "fp32" else ""
+    axes.set_title(f"Time per optimizer step (median)\ntorch's includes clip_grad_norm_{by_hand}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -131,12 +161,11 @@ def _notes(axes: Axes, config: Configuration, histories: dict[str, History], uni
         loss = history.validation[-1][1]
         lines += [NAMES[method], f"    {loss:.3f} nats = {loss / math.log(2):.3f} bits per byte"]
     lines += ["unigram entropy", f"    {unigram_entropy:.3f} nats = {unigram_entropy / math.log(2):.3f} bits per byte"]
-    if config.max_grad_norm is not None:
-        ours = histories["ruda"]
-        clipped = sum(factor < 1.0 for factor in ours.clip_factor)
-        lines += ["", f"{NAMES['ruda']}: of {len(ours.loss)} steps,"]
-        lines += [f"    {clipped} clipped, {sum(ours.skipped)} skipped (non-finite gradients)"]
+    ours = histories["ruda"]
+    clipped = sum(factor < 1.0 for factor in ours.clip_factor)
+    lines += ["", f"{NAMES['ruda']}:", f"    {clipped} of {len(ours.loss)} steps clipped, {sum(ours.skipped)} skipped"]
+    lines += [f"    {line}" for told in ours.skips[:3] for line in textwrap.wrap(told, 48)]
     if config.dtype != "fp32":
-        lines += ["", f"Both hold {config.dtype.upper()} parameters and FP32 masters."]
-    axes.text(0.02, 0.98, "\n".join(lines), va="top", fontsize=10.5, linespacing=1.4, transform=axes.transAxes)
+        lines += ["", f"Both train {config.dtype.upper()} parameters with masters."]
+    axes.text(0.02, 0.98, "\n".join(lines), va="top", fontsize=9, linespacing=1.35, transform=axes.transAxes)
     axes.set_axis_off()

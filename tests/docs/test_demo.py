@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import re
 import sys
@@ -15,6 +16,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 import demo_text
+import pace
 import train_text
 import training
 
@@ -69,8 +71,8 @@ def assert_same_bits(left: Any, right: Any, where: str = "checkpoint") -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--dtype", "bf16", "--max-grad-norm", "0.5"], ["--max-grad-norm", "1.0", "--no-compare"]],
-    ids=["fp32", "bf16 clipped", "clipped, not compared"],
+    [[], ["--dtype", "bf16", "--max-grad-norm", "0.5"], ["--max-grad-norm", "inf", "--no-compare"]],
+    ids=["fp32", "bf16", "not clipped, not compared"],
 )
 def test_runs_and_draws(
     tmp_path: pathlib.Path, text: pathlib.Path, capsys: pytest.CaptureFixture[str], options: list[str]
@@ -84,22 +86,34 @@ def test_runs_and_draws(
     assert "tokens/s" in progress
     assert "loss " in progress
     assert ("torch.optim.AdamW(fused=True)" in printed) is ("--no-compare" not in options)
-    assert ("clipped " in printed) is ("--max-grad-norm" in options)
+    named = (
+        "step 5 skipped: not finite is the gradient of blocks.0.mlp_in.weight, one element of it made NaN on purpose"
+    )
+    assert printed.count(named) == 2, "when it happens, and at the end"
     assert not list(out.glob("*.partial"))
     checkpoint = load(out / "checkpoint-ruda.pt")
     assert checkpoint["step"] == 8
-    assert len(checkpoint["history"]["loss"]) == 8
-    if "--max-grad-norm" in options:
-        limit = float(options[options.index("--max-grad-norm") + 1])
-        norms, factors = checkpoint["history"]["grad_norm"], checkpoint["history"]["clip_factor"]
-        # min(limit / (norm + 1e-6), 1) in FP64, rounded to FP32.
-        assert factors == pytest.approx([min(limit / (n + 1e-6), 1.0) for n in norms], rel=2**-24)
-        assert min(factors) < 1
+    history = checkpoint["history"]
+    assert len(history["loss"]) == 8
+    assert history["skipped"] == [step == 4 for step in range(8)]
+    assert all(math.isfinite(loss) for loss in history["loss"])
+    limit = float(options[options.index("--max-grad-norm") + 1]) if "--max-grad-norm" in options else 1.0
+    finite = [(n, f) for n, f in zip(history["grad_norm"], history["clip_factor"], strict=True) if math.isfinite(n)]
+    assert len(finite) == 7
+    # min(limit / (norm + 1e-6), 1) in FP64, rounded to FP32.
+    assert [f for _, f in finite] == pytest.approx([min(limit / (n + 1e-6), 1.0) for n, _ in finite], rel=2**-24)
+    assert (min(f for _, f in finite) < 1) is (limit < math.inf)
+    # The layers' norms are those of the whole gradient, layer by layer; the poisoned one alone is not finite.
+    assert [sum(map(math.isinf, norms)) for norms in history["layer_norms"]] == [step == 4 for step in range(8)]
+    for norms, total in zip(history["layer_norms"], history["grad_norm"], strict=True):
+        assert math.hypot(*norms) == pytest.approx(total, rel=1e-5)  # statistics in FP32
+    if "--no-compare" not in options:
+        assert load(out / "checkpoint-torch.pt")["history"]["skipped"] == history["skipped"]
 
 
 def test_learns_more_than_byte_frequencies_and_agrees_with_torch(tmp_path: pathlib.Path) -> None:
     text = demo_text.load_text(None, 32)
-    config = training.Configuration(text.digest, "fp32", 0, 150, 16, 32, 1, 64, 2, 0.0, 1e-2, 0.1, None)
+    config = training.Configuration(text.digest, "fp32", 0, 150, 16, 32, 1, 64, 2, 0.0, 1e-2, 0.1, 1.0)
     runs = [training.Run(config, text, method) for method in ("ruda", "torch")]
     for run in runs:
         run.train(150, 150)
@@ -121,7 +135,7 @@ def test_resume_continues_bit_for_bit(
     class Killed(BaseException):
         pass
 
-    train_step = training.Run._train_step
+    train_step = training.Run.train_step
 
     def dies(method: str, at: int) -> None:
         def step(run: training.Run) -> None:
@@ -129,7 +143,7 @@ def test_resume_continues_bit_for_bit(
                 raise Killed
             train_step(run)
 
-        monkeypatch.setattr(training.Run, "_train_step", step)
+        monkeypatch.setattr(training.Run, "train_step", step)
 
     out = tmp_path / "broken"
     for resume, (method, at) in enumerate([("ruda", 5), ("torch", 4)]):
@@ -137,10 +151,48 @@ def test_resume_continues_bit_for_bit(
         with pytest.raises(Killed):
             train_text.main([*command, str(out), *["--resume"] * resume])
     assert load(out / "checkpoint-torch.pt")["step"] == 3
-    monkeypatch.setattr(training.Run, "_train_step", train_step)
+    monkeypatch.setattr(training.Run, "train_step", train_step)
     assert train_text.main([*command, str(out), "--resume"]) == 0
     for name in ("checkpoint-ruda.pt", "checkpoint-torch.pt"):
         assert_same_bits(load(tmp_path / "whole" / name), load(out / name), name)
+
+
+# ---- the time that it promises ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compare", [True, False])
+@pytest.mark.parametrize("step", [0.001, 0.03, 0.2, 1.0])
+def test_as_many_steps_as_fit_and_no_more(step: float, compare: bool) -> None:
+    measured = pace.Pace(step, validation=8 * step)
+    steps = measured.steps(180.0, compare=compare)
+    assert steps % 10 == 0
+    assert measured.seconds(steps, compare=compare) <= 180.0
+    assert steps == pace.MOST or measured.seconds(steps + 10, compare=compare) > 180.0
+
+
+def test_too_slow_a_machine_gets_the_fewest_steps() -> None:
+    measured = pace.Pace(step=60.0, validation=500.0)
+    assert measured.steps(180.0, compare=True) == pace.FEWEST
+    assert measured.seconds(pace.FEWEST, compare=True) > 180.0
+
+
+def test_without_steps_it_measures_says_so_and_resumes_the_same_run(
+    tmp_path: pathlib.Path, text: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pace, "MOST", 30)
+    monkeypatch.setattr(train_text, "MOST", 30)
+    command = [*TINY, "--text", str(text), "--out", str(tmp_path / "demo"), "--no-compare"]
+    del command[command.index("--steps") : command.index("--steps") + 2]
+    assert train_text.main([*command, "--minutes", "100"]) == 0
+    assert re.search(
+        r"ms a step on this machine: 30 steps \(all of them\), about \d+ s in all", capsys.readouterr().out
+    )
+    assert train_text.main([*command, "--resume"]) == 0
+    printed = capsys.readouterr().out
+    assert "from step 30 of 30" in printed
+    assert "a step on this machine" not in printed
+    assert train_text.main([*command, "--minutes", "0"]) == 0
+    assert "20 steps (the fewest that show anything; --minutes 0 is not enough" in capsys.readouterr().out
 
 
 def test_interrupted_write_keeps_the_old_checkpoint(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +253,7 @@ def test_errors_of_resume(tmp_path: pathlib.Path, text: pathlib.Path, capsys: py
     [
         ("--steps 0", "--steps must be at least 1, got 0"),
         ("--width 30 --heads 4", "--width must be a multiple of --heads, got 30 and 4"),
-        ("--max-grad-norm nan", "--max-grad-norm must be finite and at least 0, got nan"),
+        ("--max-grad-norm nan", "--max-grad-norm must be at least 0, got nan"),
         ("--dropout 1", "--dropout must be at least 0 and below 1, got 1.0"),
         ("--dtype fp8", "invalid choice: 'fp8'"),
     ],
