@@ -303,6 +303,7 @@ def test_defaults():
         (2.0**32, 1.0, 2.0**33, {"max_scale": 2.0**33}),
     ],
 )
+@pytest.mark.filterwarnings("ignore::ruda_torch.report.SkippedStepsWarning")
 def test_the_scale_stays_within_its_bounds(start, gradient, limit, bounds):
     parameter, optimizer = make()
     scaler = ruda_torch.GradScaler(init_scale=start, growth_interval=1, **bounds)

@@ -277,6 +277,7 @@ class Follower:
         self._errors = dict.fromkeys(
             ("parameter", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), np.zeros(self.parameter.shape)
         )
+        self._empty_steps = 0
         self._literal = literal
         self._norm_error = norm_error
 
@@ -284,6 +285,12 @@ class Follower:
         """One step with the stored ``gradient`` and, as in a schedule, its own ``options``."""
         case = self.case if options is None else replace(self.case, options=options)
         before, old = self.parameter, self.state
+        if before.size == 0:  # no update is counted where nothing can be updated; torch's class counts one
+            self._empty_steps += 1
+            half = case.parameter_dtype != "float32"
+            names = ("parameter", "exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * case.options.amsgrad, *["copy"] * half)
+            values = dict.fromkeys(names, before)
+            return Expected(self._empty_steps, 1.0, values, dict(values))
         clip = 1.0
         if case.guard is not None:
             clip = reference.gradient_stats([gradient], case.gradient_scale).decision(case.guard).clip_factor
