@@ -363,6 +363,7 @@ def test_autograd_notices_the_update(dtype) -> None:
     assert parameter._version == version, "a skipped step changes nothing"
 
 
+@pytest.mark.filterwarnings("ignore::ruda_torch.report.SkippedStepsWarning")
 @pytest.mark.parametrize("check_finite", [True, False])
 def test_an_infinite_norm_measures_and_never_clips(check_finite) -> None:
     """People pass it to log the norm."""
