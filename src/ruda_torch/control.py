@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ruda_optim.fused_adamw import StepControl
-from ruda_optim.fused_adamw.binding import DecisionMemory
+from ruda_optim.fused_adamw.binding import DecisionMemory, send
 
 from .hyperparameters import Hyperparameters, hyperparameters
 
@@ -47,12 +47,12 @@ class Control:
                 (number, column, value)
                 for number, group in enumerate(groups)
                 for column, value in enumerate(hyperparameters(group, number))
-                if isinstance(value, torch.Tensor) and value.device.type != "cpu"
+                if isinstance(value, torch.Tensor) and not on_host(value.device)
             ]
         same = len(options) == len(self._options) and all(map(_is, options, self._options))
         if same and settings.max_grad_norm == self._max_norm:
             return
-        largest = -1.0 if settings.max_grad_norm is None else settings.max_grad_norm
+        largest = _as_number(settings.max_grad_norm)
         self._rows = [
             (
                 option.learning_rate,
@@ -68,6 +68,11 @@ class Control:
         ]
         self._options, self._max_norm = options, settings.max_grad_norm
 
+    def change_max_norm(self, max_norm: float | None) -> None:
+        """Let the memory of all devices hold another largest norm, also for a graph that is replayed without a step."""
+        for memory in self._memories.values():
+            memory.hyperparameters[:, 6] = _as_number(max_norm)
+
     def amsgrad(self) -> list[bool]:
         """Which groups keep a maximum."""
         return [option.amsgrad for option in self._options]
@@ -82,7 +87,7 @@ class Control:
             memory = self._memories[device] = fresh
             self._sent.pop(device, None)
         if self._sent.get(device) is not self._rows:
-            memory.hyperparameters.copy_(torch.tensor(self._rows, dtype=torch.float64, device="cpu"))
+            send(torch.tensor(self._rows, dtype=torch.float64, device="cpu"), memory.hyperparameters)
             self._sent[device] = self._rows
         for number, column, value in self._tensors:
             memory.hyperparameters[number, column : column + 1].copy_(value.detach().reshape(1))
@@ -94,6 +99,15 @@ class Control:
         return sum(int(memory.counts[0].item()) for memory in self._memories.values())
 
 
+def _as_number(max_norm: float | None) -> float:
+    return -1.0 if max_norm is None else max_norm
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether reading memory of the device waits for nothing."""
+    return device.type == "cpu"
+
+
 def _is(one: object, other: object) -> bool:
     return one is other
 
@@ -103,14 +117,14 @@ def _on_accelerator(group: dict[str, Any]) -> bool:
     values = [group["lr"], group["eps"], group["weight_decay"]]
     if isinstance(group["betas"], (tuple, list)):
         values += group["betas"]
-    return any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values)
+    return any(isinstance(value, torch.Tensor) and not on_host(value.device) for value in values)
 
 
 def scale_on(device: torch.device, grad_scale: Tensor | float | None) -> tuple[float, Tensor | None]:
     """The inverse of a loss scale as a number, or the scale as one FP32 number on an accelerator, not looked at."""
     if grad_scale is None:
         return 1.0, None
-    if device.type != "cpu" and isinstance(grad_scale, torch.Tensor) and grad_scale.device.type != "cpu":
+    if isinstance(grad_scale, torch.Tensor) and not (on_host(device) or on_host(grad_scale.device)):
         return 1.0, grad_scale.detach().to(device=device, dtype=torch.float32).reshape(1)
     return StepControl(gradient_scale=float(grad_scale)).inverse_scale, None
 

@@ -8,6 +8,7 @@ calls from here. Nothing that the optimizer holds changes before every check has
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from ruda_optim.fused_adamw import InvalidState
 from ruda_optim.fused_adamw.binding import EMPTY
 
 from . import sharding
-from .control import Control, flag_on, scale_on
+from .control import Control, flag_on, on_host, scale_on
 from .members import check_gradient, describe_position
 from .outcome import Outcome
 from .plan import NewPlan
@@ -29,7 +30,7 @@ from .report import GradientReport, SkippedStepsWarning, next_warning, skip_warn
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ruda_optim.fused_adamw.binding import Part, Plan
+    from ruda_optim.fused_adamw.binding import DecisionMemory, Part, Plan
 
     from .ranks import Ranks, Shares
     from .reduction import GlobalStatistics
@@ -105,6 +106,7 @@ class Engine:
     def configure(self, settings: Settings) -> None:
         """Take over settings. What was counted stays, and so does the memory that a captured graph replays."""
         self._settings = settings
+        self._control.change_max_norm(settings.max_grad_norm)
         self.forget()
 
     def forget(self) -> None:
@@ -120,7 +122,7 @@ class Engine:
         """What the last step did; raises what its sum over ranks has to say, and warns of a run of skipped steps."""
         self.check_ranks()
         outcome = self.outcome
-        if outcome is not None and outcome.memory.counts.device != _CPU:
+        if outcome is not None and not on_host(outcome.memory.counts.device):
             self._warn_of_skips(outcome, groups)
         return outcome
 
@@ -162,7 +164,7 @@ class Engine:
         with torch.no_grad():
             self._run(inputs)
         outcome = self.outcome
-        if outcome is not None and outcome.memory.counts.device == _CPU:
+        if outcome is not None and on_host(outcome.memory.counts.device):
             self._warn_of_skips(outcome, inputs.groups)
 
     def abandon(self, groups: list[dict[str, Any]], found_inf: Tensor | float | None) -> None:
@@ -237,8 +239,13 @@ class Engine:
                 return
             if not plan.bind(inputs.targets, gradients, None, inputs.settle):
                 raise RuntimeError("a plan does not describe the tensors that it was built from")
+        parts = plan.parts() or [plan.no_part(_device_of(inputs))]
+        memories = [self._control.memory(part.table.device) for part in parts]
         try:
-            self.outcome = self._launch(plan, new, inputs, reduction)
+            with contextlib.ExitStack() as launching:
+                for part, memory in zip(parts, memories, strict=True):
+                    launching.enter_context(part.launching(memory))
+                self.outcome = self._launch(plan, parts, memories, new, inputs, reduction)
         finally:
             plan.release()
         if new is not None:
@@ -253,7 +260,7 @@ class Engine:
         settings = self._settings
         self._plan, self._native = plan, None
         self._amsgrad = self._control.amsgrad()
-        if self._ranks is None and set(plan.devices) == {_CPU}:
+        if self._ranks is None and set(plan.devices) == {_CPU} and plan.native:
             memory = self._control.memory(_CPU)
             measured = settings.measures
             plan.prepare(
@@ -265,12 +272,18 @@ class Engine:
             groups = len(self._amsgrad)
             self._native = Outcome(memory, measured, plan, lambda: [plan.native_rows()], groups)
 
-    def _launch(self, plan: Plan, new: NewPlan | None, inputs: StepInputs, reduction: Reduction | None) -> Outcome:
+    def _launch(
+        self,
+        plan: Plan,
+        parts: list[Part],
+        memories: list[DecisionMemory],
+        new: NewPlan | None,
+        inputs: StepInputs,
+        reduction: Reduction | None,
+    ) -> Outcome:
         """Measure, decide and update the tensors of a bound plan, device by device."""
         settings, measured = self._settings, self._settings.measures
-        parts = plan.parts() or [plan.no_part(_device_of(inputs))]
         devices = [part.table.device for part in parts]
-        memories = [self._control.memory(device) for device in devices]
         scales = [scale_on(device, inputs.grad_scale) for device in devices]
         if measured:
             for part, (inverse_scale, scale) in zip(parts, scales, strict=True):
@@ -280,7 +293,7 @@ class Engine:
         if reduction is not None and reduction.enabled:
             sums = [self._shares(part, plan, reduction, inputs).sums(part.rows) for part in parts if len(part.columns)]
             total = reduction.run(updated if measured else None, sums if measured else [], found_inf)
-            if all(device.type == "cpu" for device in devices):
+            if all(map(on_host, devices)):
                 total.check()
             else:
                 self._pending = total
@@ -308,14 +321,14 @@ class Engine:
                 )
                 decided += 1
             outcome = Outcome(memories[0], measured, plan, lambda: parts, len(inputs.groups), total)
-            if devices[0] == _CPU and outcome.skipped:
+            if on_host(devices[0]) and outcome.skipped:
                 return outcome
             torch.autograd.graph.increment_version(updated)
             for part, memory in zip(parts, memories, strict=True):
                 part.kernels.adamw_scaled(part.table, part.coefficients, 1.0, 1.0, decision=memory.decision)
                 launched += 1
         except Exception as error:
-            if set(devices) == {_CPU} and not launched:
+            if all(map(on_host, devices)) and not launched:
                 if decided and new is None:
                     _take_back(plan, inputs)  # nothing happened, so nothing is counted
             elif decided:

@@ -160,8 +160,15 @@ def _is_ready(member: Member, settings: Settings) -> bool:
     return all(member.entry(key) is not None for key in member.moments)
 
 
+def _check_has_memory(what: str, part: Tensor) -> None:
+    if not sharding.is_fake(part):  # which has none on purpose
+        check_has_memory(what, part)
+
+
 def _check_memory(members: Sequence[Member]) -> None:
     """Raise :class:`InvalidTensor` unless what the step writes, as far as it exists, belongs to one tensor each."""
+    if any(sharding.is_fake(member.target) for member in members):
+        return
     written = [(member.where, sharding.local(member.target)) for member in members]
     for member in members:
         for key in member.memory_keys:
@@ -191,7 +198,7 @@ def _check_parameter(where: str, parameter: Tensor) -> None:
     local = sharding.local(parameter)
     if local.layout is not torch.strided or local.is_neg():
         raise InvalidTensor(f"{where} must be a dense tensor, got layout {local.layout}")
-    check_has_memory(where, local)
+    _check_has_memory(where, local)
     if overlaps(local):
         raise InvalidTensor(
             f"{where} must not share memory between its elements; got shape {tuple(local.shape)} with strides "
@@ -235,7 +242,7 @@ def check_gradient(where: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         raise InvalidTensor(f"the gradient of {where} is a lazily negated view; assign p.grad.resolve_neg()")
     if gradient._is_zerotensor():
         raise InvalidTensor(f"the gradient of {where} is zero without memory; assign p.grad.clone()")
-    check_has_memory(f"the gradient of {where}", gradient)
+    _check_has_memory(f"the gradient of {where}", gradient)
     return gradient
 
 
@@ -295,14 +302,14 @@ def _check_state(member: Member, settings: Settings) -> None:
             raise DifferentDevice(
                 f"{key} of {where} must be on the parameter's device {local.device}, got {part.device}"
             )
-        check_has_memory(f"{key} of {where}", part)
+        _check_has_memory(f"{key} of {where}", part)
         if overlaps(part):
             raise InvalidState(
                 f"{key} of {where} must not share memory between its elements, got strides {part.stride()}"
             )
     step = state["step"]
     if isinstance(step, torch.Tensor):
-        check_has_memory(f"step of {where}", sharding.local(step))
+        _check_has_memory(f"step of {where}", sharding.local(step))
     if not (
         isinstance(step, torch.Tensor)
         and step.dtype is torch.float32
