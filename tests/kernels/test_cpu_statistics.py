@@ -18,6 +18,7 @@ from cases import (
 from kernel_runs import (
     CHAIN,
     gradient_rows,
+    same_bits,
 )
 
 from ruda_optim.fused_adamw import StepControl, reference
@@ -97,3 +98,62 @@ def test_a_finite_gradient_that_overflows_in_unscaling_is_bad() -> None:
 
 def test_zero_gradients_have_norm_zero() -> None:
     assert report(gradient_rows([torch.zeros(3), -torch.zeros(70_000)])) == [0.0, 0.0, 0.0]
+
+
+# ---------------------------------------------------------------------------------------------- the order of additions
+
+BLOCK, SUMS, ROW = 1024, 64, 65536
+
+
+def row_in_order(stored: np.ndarray, inverse_scale: float) -> list[np.float32]:
+    """One statistics row, addition by addition: 64 FP32 sums per block, folded in FP64, block after block."""
+    gradient = stored.astype(np.float32) * np.float32(inverse_scale)
+    largest, squares, bad = np.float32(0), 0.0, False
+    for start in range(0, gradient.size, BLOCK):
+        block = gradient[start : start + BLOCK]
+        finite = np.isfinite(block)
+        bad |= not finite.all()
+        block = np.where(finite, block, np.float32(0))
+        most = np.abs(block).max()
+        largest = max(largest, most)
+        rescale = np.float32(1)
+        if most != 0 and not 2.0**-40 <= most < 2.0**40:
+            exponent = int(most.view(np.uint32)) >> 23
+            rescale = np.uint32(max(254 - exponent, 1) << 23).view(np.float32)
+        square = np.zeros(-(-block.size // SUMS) * SUMS, dtype=np.float32)
+        square[: block.size] = (block * rescale) ** 2
+        partial = np.zeros(SUMS, dtype=np.float32)
+        for group in square.reshape(-1, SUMS):
+            partial += group
+        wide = partial.astype(np.float64)
+        while wide.size > 1:
+            wide = wide[: wide.size // 2] + wide[wide.size // 2 :]
+        squares += wide[0] / float(rescale) ** 2
+    sumsq = np.float32(0) if largest == 0 else np.float32(squares / float(largest) ** 2)
+    return [largest, sumsq, np.float32(bad)]
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "every magnitude", "one magnitude a block", "subnormal", "not finite"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inverse_scale", [1.0, 1 / 3])
+def test_every_row_adds_in_one_order(kind, dtype, inverse_scale) -> None:
+    """How many places of a row a thread reads in turn, and how wide its vectors are, changes no bit."""
+    random = np.random.default_rng(5)
+    limit = 65504 if dtype == "float16" else 3e38
+    for count in (1, 65, 1023, 1024, 4 * 1024, 5 * 1024 + 7, 11 * 1024, 63 * 1024 + 1, ROW, ROW + 9 * 1024 + 100):
+        values = random.standard_normal(count)
+        if kind == "every magnitude":
+            values *= 10.0 ** random.uniform(-45, 37, count)
+        elif kind == "one magnitude a block":
+            values *= np.repeat(10.0 ** random.uniform(-45, 37, count // BLOCK + 1), BLOCK)[:count]
+        elif kind == "subnormal":
+            values *= 1e-40 if dtype != "float16" else 1e-7
+        stored = round_to(np.clip(values, -limit, limit), dtype)
+        if kind == "not finite":
+            stored[random.integers(0, count, 1 + count // 3000)] = random.choice([np.nan, np.inf, -np.inf])
+        twice = np.repeat(stored, 2)
+        tensor, strided = to_torch(stored, dtype), to_torch(twice, dtype)[::2]
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            wanted = np.array([row_in_order(stored[at : at + ROW], inverse_scale) for at in range(0, count, ROW)])
+        for found in (gradient_rows([tensor], inverse_scale), gradient_rows([strided], inverse_scale)):
+            assert same_bits(found, torch.from_numpy(wanted)), f"{count} elements"

@@ -3,6 +3,7 @@
 #include "cpu_loops.h"
 
 #include "half.h"
+#include "statistics_blocks.h"
 
 #if defined(__clang__)
 #define RUDA_VECTORIZE _Pragma("clang loop vectorize(assume_safety)")
@@ -12,9 +13,6 @@
 
 namespace ruda {
 namespace {
-
-// Elements converted or gathered at a time: every scratch array of a block together stays in the first-level cache.
-constexpr int64_t kBlock = 1024;
 
 // The inputs and outputs of one block, all FP32 and flat. An output may be its own input, never another array's.
 struct Block {
@@ -236,114 +234,38 @@ void update(const TableView& table, int64_t tensor, int64_t begin, int64_t end, 
   }
 }
 
-// Sixty-four partial sums whatever the vector width: the order of the additions, and so the last bit, does not depend on
-// the level. A block adds at most 16 squares per FP32 partial sum; between blocks the sums are FP64.
-constexpr int kGroup = 64;
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-constexpr int kSums = kGroup / kLanes;
-typedef float FloatLanes __attribute__((vector_size(kLanes * sizeof(float))));
-typedef int32_t IntLanes __attribute__((vector_size(kLanes * sizeof(int32_t))));
-
-struct BlockSums {
-  FloatLanes squares[kSums];
-  int32_t largest;  // bits of the largest magnitude, as an integer: NaN > infinity > finite
-};
-
-// The squares of (g * inverse_scale) * rescale over a whole number of groups, and the largest |g * inverse_scale|.
-template <bool RESCALE, bool PREFETCH>
-BlockSums sum_block(const float* g, int64_t n, float inverse_scale, float rescale) {
-  BlockSums sums = {};
-  IntLanes largest = {};
-  for (int64_t i = 0; i < n; i += kGroup) {
-    for (int s = 0; s < kSums; ++s) {
-      if (PREFETCH && s * kLanes % 16 == 0) __builtin_prefetch(g + i + s * kLanes + kAhead);
-      FloatLanes x;
-      __builtin_memcpy(&x, g + i + s * kLanes, sizeof x);
-      x *= inverse_scale;
-      const IntLanes bits = (IntLanes)x & static_cast<int32_t>(kAbsMask);  // the same bits, not a conversion
-      largest = bits > largest ? bits : largest;
-      if (RESCALE) x *= rescale;
-      sums.squares[s] += x * x;
-    }
-  }
-  for (int lane = 0; lane < kLanes; ++lane) sums.largest = largest[lane] > sums.largest ? largest[lane] : sums.largest;
-  return sums;
-}
-
-double total(const BlockSums& sums) {
-  float partial[kGroup];
-  __builtin_memcpy(partial, sums.squares, sizeof partial);
-  double all[kGroup];
-  for (int i = 0; i < kGroup; ++i) all[i] = partial[i];
-  for (int half = kGroup / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) all[i] += all[i + half];
-  }
-  return all[0];
-}
-
-// Between these magnitudes FP32 squares neither overflow nor lose what counts: an element whose square underflows is
-// 2^-23 of the largest or less. Outside, the block is summed again, multiplied by a power of two.
-constexpr uint32_t kPlainFrom = (127u - 40u) << 23;
-constexpr uint32_t kPlainTo = (127u + 40u) << 23;
-
-// Adds one block of finite gradients, n a whole number of groups; false if something in it is not finite.
-bool add_block(const float* g, int64_t n, const StatisticsArguments& arguments, double* sumsq, uint32_t* largest) {
-  const float inverse_scale = arguments.inverse_scale;
-  const auto plain_sum = arguments.prefetch ? sum_block<false, true> : sum_block<false, false>;
-  BlockSums sums = plain_sum(g, n, inverse_scale, 1.0f);
-  const uint32_t most = static_cast<uint32_t>(sums.largest);
-  if (most >= kInfinityBits) return false;
-  *largest = most > *largest ? most : *largest;
-  if (most >= kPlainFrom && most < kPlainTo) {
-    *sumsq += total(sums);
-  } else if (most != 0) {
-    const uint32_t exponent = most >> 23;
-    const uint32_t inverse = 254u - exponent;  // the biased exponent of 2^-e; the largest magnitudes have none
-    const float rescale = bits_float((inverse < 1u ? 1u : inverse) << 23);
-    sums = sum_block<true, false>(g, n, inverse_scale, rescale);
-    const double wide = rescale;
-    *sumsq += total(sums) / (wide * wide);
-  }
-  return true;
-}
-
 StatsRow analyze(const TableView& table, int64_t tensor, int64_t begin, int64_t end,
                  const StatisticsArguments& arguments) {
   const int64_t flags = table.at(kFlags, tensor);
   const Access access{table, tensor, (flags & kStrided) != 0};
-  alignas(64) float scratch[kBlock], patched[kBlock];
-  alignas(64) uint16_t half[kBlock];
-
-  double sumsq = 0;
-  uint32_t largest = 0;
-  bool bad = false;
-  for (int64_t at = begin; at < end; at += kBlock) {
-    const int64_t n = end - at < kBlock ? end - at : kBlock;
-    const int64_t padded = (n + kGroup - 1) / kGroup * kGroup;
-    const float* g = access.gradient(flags, at, n, arguments.prefetch, half, scratch);
-    if (n != padded) {  // zeros change neither the sum nor the maximum
-      for (int64_t i = 0; i < padded; ++i) patched[i] = i < n ? g[i] : 0.0f;
-      g = patched;
+  RowSums row;
+  int64_t at = begin;
+  if (!access.strided) {
+    const int64_t blocks = (end - begin) / kBlock;
+    if (flags & kGradFp16) {
+      add_blocks(pointer<const Fp16>(table, kGrad, tensor) + begin, blocks, arguments, &row);
+    } else if (flags & kGradBf16) {
+      add_blocks(pointer<const Bf16>(table, kGrad, tensor) + begin, blocks, arguments, &row);
+    } else {
+      add_blocks(pointer<const float>(table, kGrad, tensor) + begin, blocks, arguments, &row);
     }
-    if (!add_block(g, padded, arguments, &sumsq, &largest)) {
-      // The finite elements are described all the same, so that the report of a skipped step can say how large they are.
-      bad = true;
-      for (int64_t i = 0; i < padded; ++i) {
-        const bool finite = (float_bits(g[i] * arguments.inverse_scale) & kAbsMask) < kInfinityBits;
-        patched[i] = finite ? g[i] : 0.0f;
-      }
-      add_block(patched, padded, arguments, &sumsq, &largest);
-    }
+    at += blocks * kBlock;
   }
-  const float scale = bits_float(largest);
+  alignas(64) float scratch[kBlock], padded[kBlock];
+  alignas(64) uint16_t half[kBlock];
+  for (; at < end; at += kBlock) {
+    const int64_t n = end - at < kBlock ? end - at : kBlock;
+    const int64_t whole = (n + kGroup - 1) / kGroup * kGroup;
+    const float* g = access.gradient(flags, at, n, arguments.prefetch, half, scratch);
+    if (n != whole) {  // zeros change neither the sum nor the maximum
+      for (int64_t i = 0; i < whole; ++i) padded[i] = i < n ? g[i] : 0.0f;
+      g = padded;
+    }
+    row.squares += any_block(g, whole, arguments.inverse_scale, &row);
+  }
+  const float scale = bits_float(row.largest);
   const double wide = scale;
-  return {scale, largest == 0 ? 0.0f : static_cast<float>(sumsq / (wide * wide)), bad ? 1.0f : 0.0f};
+  return {scale, row.largest == 0 ? 0.0f : static_cast<float>(row.squares / (wide * wide)), row.bad ? 1.0f : 0.0f};
 }
 
 }  // namespace
