@@ -72,6 +72,17 @@ def test_the_model_names_what_the_optimizer_has_no_names_for() -> None:
     )
 
 
+def test_a_skip_without_statistics_names_nobody() -> None:
+    model = regression()
+    optimizer = ours(model, check_finite=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)  # as GradScaler does
+    optimizer.step()
+    assert optimizer.last_step_skipped
+    assert observed.skip_message(optimizer, model, 7).endswith("not finite: none in this process")
+
+
 class Wrapper:
     def __init__(self, optimizer):
         self.optimizer = optimizer

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from ruda_optim.fused_adamw import InvalidState
+
 from ..adamw import AdamW
 from ..report import listed
 
@@ -57,10 +59,11 @@ def skip_message(optimizer: AdamW, model: Module, step: int) -> str:
     """Which parameters a skipped step found not to be finite, by the names that the model gives them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = optimizer.param_groups
-    bad = [
-        replace(line, name=line.name or names.get(id(groups[line.group]["params"][line.index])))
-        for line in optimizer.gradient_report().not_finite
-    ]
+    try:
+        found = optimizer.gradient_report().not_finite
+    except InvalidState:  # without statistics of its own the step followed found_inf
+        found = ()
+    bad = [replace(line, name=line.name or names.get(id(groups[line.group]["params"][line.index]))) for line in found]
     return f"step {step} was skipped; gradients that are not finite: {listed(bad) or 'none in this process'}"
 
 
