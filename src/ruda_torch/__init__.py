@@ -3,6 +3,7 @@
 from .adamw import AdamW as AdamW
 from .checkpoint import convert_amsgrad as convert_amsgrad
 from .grad_scaler import GradScaler as GradScaler
+from .report import SkippedStepsWarning as SkippedStepsWarning
 from .sharding import mark_distinct as mark_distinct
 
-__all__ = ["AdamW", "GradScaler", "convert_amsgrad", "mark_distinct"]
+__all__ = ["AdamW", "GradScaler", "SkippedStepsWarning", "convert_amsgrad", "mark_distinct"]
