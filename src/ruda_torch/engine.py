@@ -9,7 +9,6 @@ calls from here. Nothing that the optimizer holds changes before every check has
 from __future__ import annotations
 
 import contextlib
-import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from .outcome import Outcome
 from .plan import NewPlan
 from .ranks import find
 from .reduction import Reduction
-from .report import GradientReport, SkippedStepsWarning, next_warning, skip_warning
+from .report import GradientReport, next_warning, warn_of_skips
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +133,7 @@ class Engine:
         elif run >= self._warn_at:
             self._warn_at = next_warning(run)
             report = outcome.gradients(groups) if outcome.measured else GradientReport(())
-            warnings.warn(skip_warning(report, run), SkippedStepsWarning, stacklevel=5)
+            warn_of_skips(report, run)
 
     @property
     def skipped_steps(self) -> int:

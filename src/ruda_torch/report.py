@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -208,6 +210,14 @@ def skip_warning(report: GradientReport, run: int) -> str:
         "were before. Look at the loss and the data of these steps, and lower the learning rate or the loss scale; "
         "print(optimizer.gradient_report()) shows every parameter"
     )
+
+
+def warn_of_skips(report: GradientReport, run: int) -> None:
+    """Warn of ``run`` skipped steps in a row, at the line outside this package and torch that asked for the step."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ruda_torch", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(skip_warning(report, run), SkippedStepsWarning, stacklevel=level)
 
 
 # ---- updates ---------------------------------------------------------------------------------------------------------
