@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ruda_optim.fused_adamw import StepControl
-from ruda_optim.fused_adamw.binding import DecisionMemory, send
+from ruda_optim.fused_adamw.binding import MAX_NORM, DecisionMemory, upload
 
 from .hyperparameters import Hyperparameters, hyperparameters
 
@@ -68,11 +68,6 @@ class Control:
         ]
         self._options, self._max_norm = options, settings.max_grad_norm
 
-    def change_max_norm(self, max_norm: float | None) -> None:
-        """Let the memory of all devices hold another largest norm, also for a graph that is replayed without a step."""
-        for memory in self._memories.values():
-            memory.hyperparameters[:, 6] = _as_number(max_norm)
-
     def amsgrad(self) -> list[bool]:
         """Which groups keep a maximum."""
         return [option.amsgrad for option in self._options]
@@ -87,11 +82,17 @@ class Control:
             memory = self._memories[device] = fresh
             self._sent.pop(device, None)
         if self._sent.get(device) is not self._rows:
-            send(torch.tensor(self._rows, dtype=torch.float64, device="cpu"), memory.hyperparameters)
+            upload(torch.tensor(self._rows, dtype=torch.float64, device="cpu"), memory.hyperparameters)
             self._sent[device] = self._rows
         for number, column, value in self._tensors:
             memory.hyperparameters[number, column : column + 1].copy_(value.detach().reshape(1))
         return memory
+
+    def limit(self, max_grad_norm: float | None) -> None:
+        """Clip by another norm from now on, also where a graph is replayed."""
+        if max_grad_norm != self._max_norm:
+            for memory in self._memories.values():
+                memory.hyperparameters[:, MAX_NORM].fill_(_as_number(max_grad_norm))
 
     @property
     def skipped_steps(self) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ruda_optim.fused_adamw import InvalidState
-from ruda_optim.fused_adamw.binding import EMPTY
+from ruda_optim.fused_adamw.binding import EMPTY, capturing, keep_for_graphs, one_step
 
 from . import sharding
 from .control import Control, flag_on, on_host, scale_on
@@ -29,7 +29,7 @@ from .report import GradientReport, next_warning, warn_of_skips
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ruda_optim.fused_adamw.binding import DecisionMemory, Part, Plan
+    from ruda_optim.fused_adamw.binding import Part, Plan
 
     from .ranks import Ranks, Shares
     from .reduction import GlobalStatistics
@@ -105,7 +105,7 @@ class Engine:
     def configure(self, settings: Settings) -> None:
         """Take over settings. What was counted stays, and so does the memory that a captured graph replays."""
         self._settings = settings
-        self._control.change_max_norm(settings.max_grad_norm)
+        self._control.limit(settings.max_grad_norm)
         self.forget()
 
     def forget(self) -> None:
@@ -238,13 +238,8 @@ class Engine:
                 return
             if not plan.bind(inputs.targets, gradients, None, inputs.settle):
                 raise RuntimeError("a plan does not describe the tensors that it was built from")
-        parts = plan.parts() or [plan.no_part(_device_of(inputs))]
-        memories = [self._control.memory(part.table.device) for part in parts]
         try:
-            with contextlib.ExitStack() as launching:
-                for part, memory in zip(parts, memories, strict=True):
-                    launching.enter_context(part.launching(memory))
-                self.outcome = self._launch(plan, parts, memories, new, inputs, reduction)
+            self.outcome = self._launch(plan, new, inputs, reduction)
         finally:
             plan.release()
         if new is not None:
@@ -259,7 +254,7 @@ class Engine:
         settings = self._settings
         self._plan, self._native = plan, None
         self._amsgrad = self._control.amsgrad()
-        if self._ranks is None and set(plan.devices) == {_CPU} and plan.native:
+        if self._ranks is None and all(_on_host(part) for part in plan.parts()):
             memory = self._control.memory(_CPU)
             measured = settings.measures
             plan.prepare(
@@ -271,18 +266,25 @@ class Engine:
             groups = len(self._amsgrad)
             self._native = Outcome(memory, measured, plan, lambda: [plan.native_rows()], groups)
 
-    def _launch(
-        self,
-        plan: Plan,
-        parts: list[Part],
-        memories: list[DecisionMemory],
-        new: NewPlan | None,
-        inputs: StepInputs,
-        reduction: Reduction | None,
-    ) -> Outcome:
+    def _launch(self, plan: Plan, new: NewPlan | None, inputs: StepInputs, reduction: Reduction | None) -> Outcome:
         """Measure, decide and update the tensors of a bound plan, device by device."""
+        parts = plan.parts() or [plan.no_part(_device_of(inputs))]
+        captured = [part for part in parts if capturing(part.table.device)]
+        if not captured:
+            return self._submit(parts, plan, new, inputs, reduction)
+        with contextlib.ExitStack() as stack:
+            for part in captured:
+                stack.enter_context(one_step(part.table))
+                memory = self._control.memory(part.table.device)
+                keep_for_graphs(*memory.tensors(), part.coefficients, part.rows)
+            return self._submit(parts, plan, new, inputs, reduction)
+
+    def _submit(
+        self, parts: list[Part], plan: Plan, new: NewPlan | None, inputs: StepInputs, reduction: Reduction | None
+    ) -> Outcome:
         settings, measured = self._settings, self._settings.measures
         devices = [part.table.device for part in parts]
+        memories = [self._control.memory(device) for device in devices]
         scales = [scale_on(device, inputs.grad_scale) for device in devices]
         if measured:
             for part, (inverse_scale, scale) in zip(parts, scales, strict=True):
@@ -292,7 +294,7 @@ class Engine:
         if reduction is not None and reduction.enabled:
             sums = [self._shares(part, plan, reduction, inputs).sums(part.rows) for part in parts if len(part.columns)]
             total = reduction.run(updated if measured else None, sums if measured else [], found_inf)
-            if all(map(on_host, devices)):
+            if all(map(_on_host, parts)):
                 total.check()
             else:
                 self._pending = total
@@ -320,14 +322,14 @@ class Engine:
                 )
                 decided += 1
             outcome = Outcome(memories[0], measured, plan, lambda: parts, len(inputs.groups), total)
-            if on_host(devices[0]) and outcome.skipped:
+            if _on_host(parts[0]) and outcome.skipped:
                 return outcome
             torch.autograd.graph.increment_version(updated)
             for part, memory in zip(parts, memories, strict=True):
                 part.kernels.adamw_scaled(part.table, part.coefficients, 1.0, 1.0, decision=memory.decision)
                 launched += 1
         except Exception as error:
-            if all(map(on_host, devices)) and not launched:
+            if all(map(_on_host, parts)) and not launched:
                 if decided and new is None:
                     _take_back(plan, inputs)  # nothing happened, so nothing is counted
             elif decided:
@@ -353,6 +355,11 @@ class Engine:
 
 
 _CPU = torch.device("cpu")
+
+
+def _on_host(part: Part) -> bool:
+    """Whether the part's calls have ended when they return, so that reading a decision waits for nothing."""
+    return part.kernels.name == "cpu"
 
 
 def _observed() -> bool:

@@ -20,7 +20,6 @@ from ruda_optim.fused_adamw.kernels.device_table import (
     keep_for_graphs,
     one_step,
     upload,
-    upload_in_graph,
 )
 from ruda_optim.fused_adamw.kernels.tables import COEFFICIENTS, Field, Flag, LaunchTable, TensorMemory
 
@@ -76,7 +75,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
 def test_staging_for_a_graph_is_never_shared(capture: Capture) -> None:
     targets = [torch.zeros(5), torch.zeros(300_000), torch.zeros(5)]
     for i, target in enumerate(targets):
-        upload_in_graph(torch.full(target.shape, float(i + 1)), target)
+        upload(torch.full(target.shape, float(i + 1)), target)
     spans = sorted((begin, begin + size) for begin, size in capture.copies)
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
     assert all(begin % 16 == 0 for begin, _ in spans)

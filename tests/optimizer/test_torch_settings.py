@@ -94,6 +94,7 @@ def train(setting, steps_inside: set[int], *, in_thread: bool = False) -> list[t
             parameter.grad = torch.randn(300, generator=random).to(parameter.dtype)
         if number == 2:
             parameters[1].grad[7] = torch.inf
+        optimizer.param_groups[0]["lr"] = 1e-2 / number
         with setting() if number in steps_inside else contextlib.nullcontext():
             optimizer.step()
         assert optimizer.last_step_skipped == (number == 2)
@@ -112,6 +113,12 @@ def train(setting, steps_inside: set[int], *, in_thread: bool = False) -> list[t
     return found
 
 
+def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
+    """As integers: the 16 bits of a split master may read as NaN."""
+    assert left.dtype is right.dtype
+    assert torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+
+
 @functools.cache
 def plain(backend: str) -> list[torch.Tensor]:
     return train(contextlib.nullcontext, set())
@@ -128,10 +135,9 @@ def test_a_setting_changes_no_bit(backend: str, setting: str, inside: set[int]) 
     if setting == "inference mode":
         inside = inside - {0}  # torch takes no parameters that were made in it
     for left, right in zip(train(SETTINGS[setting], inside), plain(backend), strict=True):
-        assert left.dtype is right.dtype
-        assert torch.equal(left, right)
+        assert_same_bits(left, right)
 
 
 def test_a_new_thread_for_every_step(backend: str) -> None:
     for left, right in zip(train(contextlib.nullcontext, set(), in_thread=True), plain(backend), strict=True):
-        assert torch.equal(left, right)
+        assert_same_bits(left, right)

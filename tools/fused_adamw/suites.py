@@ -109,7 +109,7 @@ def simulate(choice: Choice) -> list[Task]:
     tasks = []
     if "nvrtc" in choice.compilers:
         # The statistics tests include the check that a deleted barrier is noticed.
-        files = tests("nvrtc nvrtc_statistics decide torch_settings engine fixtures")
+        files = tests("nvrtc nvrtc_statistics decide torch_settings engine graphs fixtures")
         tasks.append(Task("simulate", "simulation: CUDA source on the host simulator", pytest(*files),
                           "simulation on a CPU", "nvrtc", needs=("operator", "simulator", "pytest"), pytest=True,
                           simulation=True))  # fmt: skip

@@ -10,7 +10,6 @@ dispatcher would take longer to reach them than they take.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import weakref
@@ -19,13 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .kernels import library, select
+from .kernels.decision import MAX_NORM as MAX_NORM
 from .kernels.decision import DecisionMemory as DecisionMemory
-from .kernels.device_table import StreamOrder, capturing, keep_for_graphs, one_step, upload, upload_in_graph
+from .kernels.device_table import capturing as capturing
+from .kernels.device_table import keep_for_graphs as keep_for_graphs
+from .kernels.device_table import one_step as one_step
+from .kernels.device_table import upload as upload
 from .kernels.tables import COEFFICIENTS, Field, LaunchTable
 from .stats_plan import ROW_ELEMENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -102,14 +105,6 @@ class _Functions:
 _functions = functools.cache(_Functions)
 
 
-def send(source: Tensor, target: Tensor) -> None:
-    """Copy a small CPU tensor to a device without waiting for it; ``source`` may be changed afterwards."""
-    if target.device.type == "cpu":
-        target.copy_(source)
-    else:
-        (upload_in_graph if capturing(target.device) else upload)(source, target)
-
-
 def _numbers(values: Sequence[int]) -> Any:
     return (ctypes.c_int64 * len(values))(*values)
 
@@ -132,19 +127,6 @@ class Part:
         rows = table.statistics_rows(self.kernels.statistics_chunk)
         self.rows = torch.empty((rows, ROW_ELEMENTS), dtype=torch.float32, device=table.device)
         self.shares: Any = None
-        self._order = StreamOrder(table.device)
-        self._order.add(self.coefficients, self.rows)
-
-    @contextlib.contextmanager
-    def launching(self, memory: DecisionMemory) -> Iterator[None]:
-        """Around the launches of one step: its memory follows the current stream, and lives as long as a graph that
-        captures them."""
-        used = (self.coefficients, self.rows, memory.hyperparameters, memory.report, memory.decision, memory.counts)
-        self._order.follow()
-        if capturing(self.table.device):
-            keep_for_graphs(*used)
-        with one_step(self.table):
-            yield
 
 
 class Plan:
@@ -208,11 +190,6 @@ class Plan:
         if not self._handle:
             raise RuntimeError("a parameter has no strided memory that can be described")
         weakref.finalize(self, self._call.free, self._handle).atexit = False
-
-    @property
-    def native(self) -> bool:
-        """Whether :meth:`step` stands for the kernels of the plan's device."""
-        return self.home is not None and select(self.home).name == "cpu"
 
     def watch(self, state: dict[Any, dict[str, Any]], tensors: list[Tensor], sharded: list[bool]) -> None:
         """Note what the state consists of, and the memory of ``tensors``, those that the table points into."""

@@ -23,6 +23,8 @@ HYPERPARAMETERS = 8
 """FP64 numbers per parameter group, the columns of ``csrc/adamw_update.h``'s ``Hyperparameters``: lr, beta1, beta2,
 epsilon, weight_decay, gradient_sign, max_norm (negative: no clipping), guard epsilon. The last two belong to the whole
 step and are read from row 0."""
+MAX_NORM = 6
+"""The column of max_norm."""
 DECISION = 4
 """FP32 numbers of a decision: skip (0 or 1), clip factor, inverse of the loss scale, 0."""
 
@@ -45,6 +47,7 @@ class DecisionMemory:
     counts: Tensor
 
     @classmethod
+    @torch.inference_mode(False)
     def empty(cls, groups: int, device: torch.device) -> DecisionMemory:
         """The memory of a step over ``groups`` parameter groups that has not decided anything yet."""
         return cls(
@@ -53,6 +56,10 @@ class DecisionMemory:
             torch.zeros(DECISION, dtype=torch.float32, device=device),
             torch.zeros(2, dtype=torch.int64, device=device),
         )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of it."""
+        return self.hyperparameters, self.report, self.decision, self.counts
 
 
 def check_room(table: LaunchTable, coefficients: Tensor, rows: Tensor | None, *, measured: bool) -> None:

@@ -79,6 +79,7 @@ class StreamOrder:
         self._device = device
         self._tensors: list[Tensor] = []
         self._stream = self._current()
+        self._moved = False
 
     def add(self, *tensors: Tensor) -> None:
         """Memory that the current stream uses from now on."""
@@ -97,9 +98,15 @@ class StreamOrder:
         if stream == self._stream:
             return
         stream.wait_stream(self._stream)
-        self._stream = stream
+        self._stream, self._moved = stream, True
         for tensor in self._tensors:
             tensor.record_stream(stream)
+
+    def lend(self, *tensors: Tensor) -> None:
+        """Memory of somebody else, which this step uses: it may be freed on the stream that it was allocated on."""
+        if self._moved:
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
 
     def _current(self) -> Any:
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
@@ -108,38 +115,39 @@ class StreamOrder:
 # ---- small copies to a device ----------------------------------------------------------------------------------------
 
 
-def upload(source: Tensor, target: Tensor) -> None:
-    """Copies ``source`` (CPU, contiguous) to ``target`` (same dtype and size) asynchronously on the current stream.
-
-    ``source`` may be changed as soon as the call returns. torch keeps page-locked memory from being used again before
-    the copies out of it have ended.
-    """
-    _copy(source, torch.empty(_bytes(source), dtype=torch.uint8, device="cpu", pin_memory=target.is_cuda), target)
-
-
 _spare: dict[torch.device, Tensor] = {}
 _spare_lock = threading.Lock()
 
 
-def upload_in_graph(source: Tensor, target: Tensor) -> None:
-    """As :func:`upload`, for a copy that a graph repeats: through memory that nothing else will ever use."""
-    needed = -(-_bytes(source) // 16) * 16
+def upload(source: Tensor, target: Tensor) -> None:
+    """Copies ``source`` (CPU, contiguous) to ``target`` (same dtype and size) asynchronously on the current stream.
+
+    ``source`` may be changed as soon as the call returns. torch keeps page-locked memory from being used again before
+    the copies out of it have ended. A graph repeats the copy, so a capture gets memory that nothing else will ever use.
+    """
+    size = source.numel() * source.element_size()
+    stage = (
+        _stage_in_graph(size, target.device)
+        if capturing(target.device)
+        else torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=target.is_cuda)
+    )
+    _copy(source, stage, target)
+
+
+def _stage_in_graph(size: int, device: torch.device) -> Tensor:
+    whole = -(-size // 16) * 16
     with _spare_lock:
-        left = _spare.get(target.device)
-        if left is None or left.numel() < needed:
-            left = _new_spare(target.device, needed)
-        stage, _spare[target.device] = left[:needed], left[needed:]
+        left = _spare.get(device)
+        if left is None or left.numel() < whole:
+            left = _new_spare(device, whole)
+        stage, _spare[device] = left[:size], left[whole:]
     keep_for_graphs(stage)
-    _copy(source, stage[: _bytes(source)], target)
+    return stage
 
 
 def _new_spare(device: torch.device, needed: int = 0) -> Tensor:
     pinned = device.type == "cuda"
     return torch.empty(max(_CAPTURE_SPARE, needed), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _copy(source: Tensor, stage: Tensor, target: Tensor) -> None:
@@ -252,7 +260,6 @@ class DeviceTable:
     @torch.inference_mode(False)
     def __init__(self, table: LaunchTable, *, in_graph: bool = False) -> None:
         self._in_graph = in_graph
-        self._upload = upload_in_graph if in_graph else upload
         self._host = torch.empty_like(table.fields)
         self._host_rows = self._host.unbind(0)
         self._table_rows = table.fields.unbind(0)
@@ -283,12 +290,16 @@ class DeviceTable:
     def _renew(self, table: LaunchTable) -> None:
         if self.layouts.shape != table.layouts.shape:
             self.layouts = torch.empty_like(table.layouts, device=table.device)
-        self._upload(table.layouts, self.layouts)
+        upload(table.layouts, self.layouts)
         self._blocks.clear()
         self._upload_rows(table, 0, len(Field))
         self._revision = table.revision
         self._order.clear()
         self._order.add(self.fields, self.layouts, self._values)
+
+    def uses(self, *tensors: Tensor) -> None:
+        """What a launch reads and writes beside the table and the tensors that it describes."""
+        self._order.lend(*tensors)
 
     def blocks(self, table: LaunchTable, chunk: int, mask: int, *, reverse: bool = False) -> BlockMap:
         """The block map for tensors grouped by ``flags & mask``, in chunks of ``chunk`` elements."""
@@ -343,7 +354,7 @@ class DeviceTable:
 
     def _upload_rows(self, table: LaunchTable, first: int, end: int) -> None:
         self._host[first:end] = table.fields[first:end]
-        self._upload(self._host[first:end], self.fields[first:end])
+        upload(self._host[first:end], self.fields[first:end])
 
     def _keep(self, entries: Tensor) -> None:
         """Memory that other tables share, and that was allocated before a capture."""

@@ -162,6 +162,7 @@ def record(name: str, launch: Launcher) -> Kernels:
             # From the end, so that the update begins on gradients that are still in cache.
             blocks = copy.blocks(table, STATISTICS_CHUNK, 0, reverse=True)
             _check_rows("analyze_gradient", rows, blocks.blocks)
+            copy.uses(rows)
             launch(
                 table.device,
                 _instances_of(table)[1],
@@ -203,11 +204,13 @@ def record(name: str, launch: Launcher) -> Kernels:
     ) -> None:
         check_room(table, coefficients, rows, measured=measured)
         with launch.on(table.device):
+            copy = device_table(table)
+            copy.uses(*memory.tensors(), coefficients)
             launch(
                 table.device,
                 _DECIDE,
                 1,
-                device_table(table).fields.data_ptr(),
+                copy.fields.data_ptr(),
                 len(table),
                 memory.hyperparameters.data_ptr(),
                 memory.report.data_ptr(),

@@ -277,6 +277,7 @@ def kernels(functions: Functions, simulate: bool) -> Kernels:
             # Backwards, so that the update, which walks forwards, starts on gradients that are still in cache.
             blocks = copy.blocks(table, STATISTICS_CHUNK, STATISTICS_KIND, reverse=True)
             _check_rows("analyze_gradient", "statistics rows", rows, blocks.blocks)
+            copy.uses(rows)
             memory = (copy.fields, copy.layouts, blocks.entries, rows, rows if scale is None else scale)
             if blocks.blocks == 0:
                 return
@@ -320,12 +321,14 @@ def kernels(functions: Functions, simulate: bool) -> Kernels:
         with _on_device(table.device):
             # A kernel takes memory for every pointer, and looks at it only if the numbers say that it is there.
             absent = memory.decision
+            copy = device_table(table)
+            copy.uses(*memory.tensors(), coefficients)
             optional = tuple(absent if tensor is None else tensor for tensor in (rows, scale, found_inf))
             launch(
                 functions.decide,
                 DECIDE,
                 1,
-                device_table(table).fields,
+                copy.fields,
                 *(memory.hyperparameters, memory.report, memory.decision, memory.counts, coefficients, *optional),
                 *(len(table), -1 if rows is None else rows.numel() // 3),
                 *map(int, (scale is not None, found_inf is not None, measured, check_finite)),
