@@ -35,12 +35,6 @@ check() { # NAME COMMAND...
     echo "$state $(basename "$log" .log): $(tail -n 1 "$log")"
 }
 
-for version in $TRITONS; do
-    environment "triton-$version" "triton==$version"
-    for target in $NVIDIA $AMD; do
-        check "triton-$version-$target" "$work/triton-$version/bin/python" tools/fused_adamw/aot_triton.py --target "$target"
-    done
-done
 for version in $NVRTCS; do
     major=${version%%.*}
     case $major in
@@ -49,6 +43,12 @@ for version in $NVRTCS; do
     esac
     for target in $NVIDIA; do
         check "nvrtc-$version-$target" "$work/nvrtc-$version/bin/python" tools/fused_adamw/aot_nvrtc.py --arch "$target"
+    done
+done
+for version in $TRITONS; do
+    environment "triton-$version" "triton==$version"
+    for target in $NVIDIA $AMD; do
+        check "triton-$version-$target" "$work/triton-$version/bin/python" tools/fused_adamw/aot_triton.py --target "$target"
     done
 done
 exit $code

@@ -115,6 +115,9 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 def _amd_facts(asm: dict[str, Any]) -> dict[str, int]:
     text, llvm = asm["amdgcn"], asm["llir"]
+    contraction = r"\bcontract\b|\bfast\b|llvm\.fmuladd"
+    if "amdgcn.rsq" not in llvm:  # Triton 3.6 writes a root out, as rsq refined by fma: docs/gpu-compilers.md
+        contraction += r"|llvm\.fma"
 
     def count(pattern: str, where: str = text) -> int:
         return len(re.findall(pattern, where))
@@ -129,8 +132,8 @@ def _amd_facts(asm: dict[str, Any]) -> dict[str, int]:
         "stores_64": count(r"\bglobal_store_dwordx2\b"),
         "other_vectors": 0,
         # The machine's division and root are correctly rounded sequences of v_fma; contraction shows in the LLVM text.
-        "fused_multiply_add": count(r"\bcontract\b|\bfast\b|llvm\.fma|llvm\.fmuladd", llvm),
-        "approximate": count(r"!fpmath|\barcp\b|\bafn\b|amdgcn\.(?:rcp|rsq|sqrt)", llvm),
+        "fused_multiply_add": count(contraction, llvm),
+        "approximate": count(r"!fpmath|\barcp\b|\bafn\b|amdgcn\.(?:rcp|sqrt)", llvm),
         "flush_subnormals": count(r"denormal-fp-math[\w-]*\"=\"(?!ieee)", llvm),
         "generic_access": count(r"\bflat_(?:load|store)"),
         "barriers": count(r"\bs_barrier\b"),

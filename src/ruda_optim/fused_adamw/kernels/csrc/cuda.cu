@@ -14,12 +14,10 @@ constexpr int kWarps = kThreads / 32;
 // Blocks per multiprocessor that the registers must allow. 0: the compiler's choice. On sm_100 its choice costs spills.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kUpdateBlocks = 4;
-constexpr int kGeneralBlocks = 3;
-constexpr int kGeneralAnalyzeBlocks = 2;
+constexpr int kGeneralBlocks = 2;
 #else
 constexpr int kUpdateBlocks = 0;
 constexpr int kGeneralBlocks = 0;
-constexpr int kGeneralAnalyzeBlocks = 0;
 #endif
 
 // ---- update ----------------------------------------------------------------------------------------------------------
@@ -276,7 +274,7 @@ __device__ float inverse_of(const float* scale, float otherwise) { return scale 
 
 // One row per chunk of each tensor. The row of a chunk that is not finite still describes its finite elements.
 template <int GRADIENT>
-__global__ void __launch_bounds__(kThreads, GRADIENT == kAny ? kGeneralAnalyzeBlocks : 0)
+__global__ void __launch_bounds__(kThreads, GRADIENT == kAny ? kGeneralBlocks : 0)
     analyze(const long long* fields, const long long* layouts, const long long* blocks, long long count, StatsRow* rows,
             const float* scale, float inverse_scale) {
   __shared__ unsigned largest[kWarps], largest_finite[kWarps];
