@@ -44,8 +44,10 @@ def check_number(name: str, value: object, requirement: str, *, infinite: bool =
         except OverflowError:
             value = math.inf
     if not (math.isfinite(value) or (infinite and math.isinf(value))):
-        refused = "NaN is" if infinite else "NaN and infinity are"
-        raise InvalidOption(f"{name} must be {requirement}, got {value!r}; {refused} not accepted")
+        raise InvalidOption(
+            f"{name} must be {requirement}, got {value!r}; "
+            + ("NaN is not accepted" if infinite else "NaN and infinity are not accepted")
+        )
     return value
 
 
