@@ -1,4 +1,4 @@
-"""What the site needs beyond docs/: the pictures of benchmarks/results, and plain names for cross-references.
+"""What the site needs beyond docs/: the version, the pictures of benchmarks/results, plain names for cross-references.
 
 mkdocs serves docs/ alone. Pages link to result pictures where they lie in the repository, which is right on a code
 host; here the same files join the site.
@@ -13,8 +13,15 @@ from typing import Any
 from griffe import Docstring, Extension
 from mkdocs.structure.files import File, Files
 
+from ruda_optim import __version__
+
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`~?([^`]+)`")
+
+
+def on_config(config: Any) -> Any:
+    config.site_name += f" {__version__}"  # in the head of every page
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -24,7 +24,8 @@ class AdamWConfig:
 
     Args:
         learning_rate: lr, finite, >= 0. Default 1e-3.
-        beta1, beta2: decay of the first and second moment, in [0, 1). Defaults 0.9 and 0.999.
+        beta1: decay of the first moment, in [0, 1). Default 0.9.
+        beta2: decay of the second moment, in [0, 1). Default 0.999.
         epsilon: added outside the square root, finite, > 0. Default 1e-5.
         weight_decay: decoupled, finite, >= 0. Default 1e-4.
         amsgrad: divide by the running maximum of the uncorrected second moment. Default False.

@@ -1,5 +1,7 @@
 """The fused AdamW / AMSGrad step as a PyTorch optimizer class."""
 
+from ruda_optim import __version__ as __version__
+
 from .adamw import AdamW as AdamW
 from .checkpoint import convert_amsgrad as convert_amsgrad
 from .grad_scaler import GradScaler as GradScaler

@@ -41,7 +41,9 @@ class AdamW(torch.optim.AdamW):
         weight_decay: decoupled, >= 0. Default 1e-2.
         amsgrad: divide by the running maximum of the uncorrected second moment. Default False.
         maximize: climb instead of descend. Default False.
-        foreach, fused, differentiable: torch's, for ``fused_step=False`` only.
+        foreach: torch's, for ``fused_step=False`` only.
+        fused: likewise.
+        differentiable: likewise.
         capturable: torch's switch for CUDA graphs. The fused step is always fit for capture: nothing is read on the
             host during a step, and ``last_*`` wait for the device when they are read. Default False.
         fused_step: use the fused kernels. What they cannot do raises; nothing falls back. Default False.

@@ -31,11 +31,12 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device: type of the device that scaled losses live on, ``"cpu"`` or ``"cuda"``. Default ``"cpu"``.
         init_scale: in [min_scale, max_scale]. Default 65536.
-        growth_factor: finite, > 1, applied after ``growth_interval`` steps without a skip. Default 2.
+        growth_factor: finite, above 1, applied after ``growth_interval`` steps without a skip. Default 2.
         backoff_factor: in (0, 1), applied after a skip. Default 0.5.
-        growth_interval: >= 1. Default 2000.
+        growth_interval: at least 1. Default 2000.
         enabled: False makes every method do nothing but the step itself. Default True.
-        min_scale, max_scale: bounds of the scale, finite, > 0. Default 2^-24 and 2^24.
+        min_scale: least scale, finite, positive. Default 2^-24.
+        max_scale: largest scale, likewise. Default 2^24.
 
     Raises:
         InvalidOption (a ValueError): a value outside its range.
@@ -86,7 +87,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             optimizer: any optimizer.
-            args, kwargs: passed on to its ``step``.
+            *args: passed on to its ``step``.
+            **kwargs: likewise.
 
         Returns:
             What the optimizer's step returned; None if it was not called.

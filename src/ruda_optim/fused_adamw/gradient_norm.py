@@ -88,7 +88,8 @@ class GradientStats:
             bad: 0, or 1 if an element was not finite.
             scale: the largest finite magnitude.
             sumsq: sum of (g / scale)^2 over the finite elements.
-            elements, tensors: how many there were.
+            elements: how many there were.
+            tensors: likewise.
             gradient_scale: the scale that the kernels took out.
 
         Raises:

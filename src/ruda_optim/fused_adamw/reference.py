@@ -58,8 +58,9 @@ def adamw(
         parameter: any shape; read as FP64.
         gradient: as stored (scaled by ``control.gradient_scale``), same shape; read as FP64.
         state: None before the first update: moments count as zero.
-        options, control: hyperparameters. With ``control.skip_update``, and for an empty tensor, the inputs come back
-            unchanged and no step is counted.
+        options: hyperparameters.
+        control: the scale of the gradient. With ``skip_update``, and for an empty tensor, the inputs come back unchanged
+            and no step is counted.
         clip_factor: the factor of ``GradientStats.decision``. Default 1.
 
     Returns:

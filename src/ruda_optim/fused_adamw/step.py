@@ -151,7 +151,8 @@ def guarded_adamw_step(
 
     Args:
         entries: ``(parameters, gradients, state)`` per tensor, each as for :func:`adamw_step`, all on one device.
-        options, control: as for :func:`adamw_step`, common to all entries.
+        options: as for :func:`adamw_step`, common to all entries.
+        control: likewise.
         guard: largest norm, and what a non-finite gradient does.
 
     Returns:

@@ -103,7 +103,8 @@ def adamw_scaled(
     Args:
         table: the tensors. ``Field.COEFFICIENTS`` holds each tensor's row of ``coefficients``.
         coefficients: FP32 ``(k, COEFFICIENTS)`` on the host, from :func:`coefficient_table`.
-        inverse_scale, clip_factor: FP32 values; every gradient is multiplied by the first, then by the second.
+        inverse_scale: FP32; every gradient is multiplied by it.
+        clip_factor: FP32; the unscaled gradient is multiplied by it.
     """
     _check("coefficients", coefficients, (coefficients.shape[0], COEFFICIENTS), torch.device("cpu"))
     select(table.device).adamw_scaled(table, coefficients, inverse_scale, clip_factor)
