@@ -1,6 +1,6 @@
 """Writes docs/benchmarks.md and docs/status.md from benchmarks/results/*.json: every number there comes from a file.
 
-A table inside another page stands between ``<!-- from benchmarks/results/NAME.json -->`` and ``<!-- end -->``.
+A table inside another page, or the README, stands between ``<!-- from benchmarks/results/NAME.json -->`` and ``<!-- end -->``.
 
     python docs/generate.py
 
@@ -273,9 +273,33 @@ say nothing about hardware.
 """
 
 
+# ---- tables inside other pages ---------------------------------------------------------------------------------------
+
+FIRST_SCREEN = (  # of the README: workload, variant, what a reader calls it; the last is one that ours loses
+    ("20000x16", "clip", "20,000 tensors of 16: clip, update"),
+    ("2000x256", "clip", "2,000 tensors of 256: clip, update"),
+    ("gpt2-124m", "bf16-clip", "GPT-2 124M, BF16 with FP32 masters: clip, update"),
+    ("gpt2-124m", "unscale-clip", "GPT-2 124M, FP32: unscale, clip, update"),
+    ("gpt2-124m", "checked", "GPT-2 124M, FP32: update; ours also checks for NaN"),
+)
+
+
+def first_screen(report: Report) -> str:
+    """A few whole steps against torch's fused one."""
+    entries = {(e["workload"], e["variant"]): e for e in report["comparisons"] if e["peer"] == "torch-fused"}
+    rows: list[tuple[object, ...]] = []
+    for workload, variant, words in FIRST_SCREEN:
+        entry = entries[workload, variant]
+        ours, theirs, ratio = (entry[key]["median"] for key in ("ours ms", "peer ms", "ratio"))
+        rows.append((words, f"{theirs:.3g}", f"{ours:.3g}", f"**{ratio:.2f}**"))
+    return "\n" + table(("A whole step", "torch fused, ms", "ours, ms", "torch / ours"), rows)
+
+
 def pages() -> dict[str, str]:
+    """Text by path, relative to docs/."""
     reports = load()
-    embedded = {path.name: with_results(path.read_text(encoding="utf-8"), reports) for path in DOCS.glob("*.md")}
+    names = (*(path.name for path in DOCS.glob("*.md")), "../README.md")
+    embedded = {name: with_results((DOCS / name).read_text(encoding="utf-8"), reports) for name in names}
     return {**embedded, "benchmarks.md": benchmarks(reports), "status.md": status(reports)}
 
 
@@ -284,7 +308,11 @@ def with_results(text: str, reports: dict[str, Report]) -> str:
 
     def filled(match: re.Match[str]) -> str:
         report = reports.get(match["name"])
-        found = "\nNot measured yet.\n" if report is None else "\n" + origin(match["name"], report) + trainings(report)
+        if report is None:
+            found = "\nNot measured yet.\n"
+        else:
+            show = first_screen if "comparisons" in report else trainings
+            found = "\n" + origin(match["name"], report) + show(report)
         return f"{match['begin']}{found}\n{match['end']}"
 
     return EMBEDDED.sub(filled, text)

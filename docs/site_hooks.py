@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 from ruda_optim import __version__
 
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+_BETWEEN_CJK = re.compile("(?<=[\u3000-\u9fff\uff00-\uffef])\\n(?=[\u3000-\u9fff\uff00-\uffef])")
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`~?([^`]+)`")
 
 
@@ -31,6 +32,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
+    markdown = _BETWEEN_CJK.sub("", markdown)  # a line's end is a space to a browser; these scripts have none
     return markdown.replace("](../benchmarks/results/", "](results/")
 
 

@@ -16,42 +16,18 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from docs_pages import DOCS, ROOT, blocks, prose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LANGUAGES = ("ja", "zh", "de", "ru")
-FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Block:
-    language: str
-    title: str
-    body: str
-    line: int
-
-
-def blocks(text: str) -> Iterator[Block]:
-    for match in FENCE.finditer(text):
-        language, _, rest = match["info"].strip().partition(" ")
-        title = re.search(r'title="([^"]*)"', rest)
-        indent = len(match["indent"])
-        body = "\n".join(line[indent:] for line in match["body"].splitlines())
-        yield Block(language, title[1] if title else "", body, text.count("\n", 0, match.start()) + 2)
-
-
-def prose(text: str) -> str:
-    return FENCE.sub("", text)
 
 
 @pytest.fixture
