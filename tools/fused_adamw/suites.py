@@ -128,7 +128,7 @@ def cuda(choice: Choice) -> list[Task]:
             for name in choice.compilers]  # fmt: skip
     if set(choice.compilers) == set(COMPILERS):
         runs.append((None, "nvrtc against ptx", ["nvrtc and ptx"], COMPILERS))
-    files = pytest(*LENIENT, *tests("cuda cuda_optimizer"))
+    files = pytest(*LENIENT, *tests("cuda cuda_optimizer cuda_saving"))
     return [
         Task("cuda", name, (*files, "-k", " and ".join([*chosen, *other_dtypes])), "cuda", compiler, choice.dtype,
              {"TRITON_INTERPRET": None}, ("operator", "pytest", *backends), gpu=True, pytest=True,
