@@ -10,6 +10,7 @@ import sys
 from html import escape
 
 INK, SOFT, BLUE, ORANGE, PAPER = "#24292f", "#8c959f", "#2f6fde", "#d9731a", "#ffffff"
+WIDTH = 440  # of every picture: not much more than a phone's, so that its words stay readable there
 FONT = 'font-family="system-ui, sans-serif"'
 
 # Bytes per element of one step: (title, read, written). FP32 gradients; each array counted once per pass over it.
@@ -43,74 +44,74 @@ def picture(width: int, height: int, title: str, *parts: str) -> str:
         '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
         f'<path d="M0,0 L8,4 L0,8 z" fill="{INK}"/></marker></defs>'
     )
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" {FONT}>'
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {FONT}>'
     paper = f'<rect width="{width}" height="{height}" fill="{PAPER}"/>'
     return "\n".join((head, f"<title>{escape(title)}</title>", tip, paper, *parts, "</svg>\n"))
 
 
 def two_passes() -> str:
     parts = [
-        box(20, 40, 150, 60, "#eef4ff"), text(95, 67, "gradients", anchor="middle"),
-        text(95, 86, "of all groups", size=12, anchor="middle", fill=SOFT),
-        arrow(170, 70, 222, 70),
-        box(225, 40, 150, 60, "#fff4ea"), text(300, 67, "statistics", anchor="middle"),
-        text(300, 86, "4 bytes an element", size=12, anchor="middle", fill=SOFT),
-        arrow(375, 70, 427, 70),
-        box(430, 40, 150, 60, "#fff4ea"), text(505, 67, "report, 12 bytes", anchor="middle"),
-        text(505, 86, "bad, scale, sum", size=12, anchor="middle", fill=SOFT),
-        arrow(505, 100, 505, 147),
-        box(405, 150, 200, 60, "#f6f8fa"), text(505, 177, "one decision", anchor="middle"),
-        text(505, 196, "skip, or a clip factor", size=12, anchor="middle", fill=SOFT),
-        arrow(405, 180, 352, 180), text(378, 172, "go", size=12, anchor="middle", fill=SOFT),
-        box(130, 150, 220, 60, "#eef4ff"), text(240, 177, "update, one launch", anchor="middle"),
-        text(240, 196, "unscale, clip, decay, moments", size=12, anchor="middle", fill=SOFT),
-        arrow(605, 180, 642, 180), text(650, 177, "skip:", size=13), text(650, 194, "nothing changes", size=13),
-        text(20, 24, "Pass 1 reads the gradients. Pass 2 reads every array once, and writes what changes.", size=14),
-        text(20, 235, "Without max_grad_norm and with check_finite=False there is no pass 1.", size=12, fill=SOFT),
+        text(20, 24, "Pass 1 reads the gradients. Pass 2 reads every"),
+        text(20, 44, "array once, and writes what changes."),
+        box(20, 62, 160, 60, "#eef4ff"), text(100, 89, "gradients", anchor="middle"),
+        text(100, 108, "of all groups", size=12, anchor="middle", fill=SOFT),
+        arrow(180, 92, 247, 92),
+        box(250, 62, 170, 60, "#fff4ea"), text(335, 89, "statistics", anchor="middle"),
+        text(335, 108, "4 bytes an element", size=12, anchor="middle", fill=SOFT),
+        arrow(335, 122, 335, 157),
+        box(250, 160, 170, 60, "#f6f8fa"), text(335, 187, "one decision", anchor="middle"),
+        text(335, 206, "skip, or a clip factor", size=12, anchor="middle", fill=SOFT),
+        arrow(250, 190, 203, 190), text(226, 182, "go", size=12, anchor="middle", fill=SOFT),
+        box(20, 160, 180, 60, "#eef4ff"), text(110, 187, "update, one launch", anchor="middle"),
+        text(110, 206, "clip, decay, moments", size=12, anchor="middle", fill=SOFT),
+        arrow(335, 220, 335, 243), text(335, 260, "skip: nothing changes", size=13, anchor="middle"),
+        text(20, 286, "No pass 1 with check_finite=False and no max_grad_norm.", size=12, fill=SOFT),
     ]  # fmt: skip
-    return picture(780, 250, "The two passes of a step", *parts)
+    return picture(WIDTH, 300, "The two passes of a step", *parts)
 
 
 def traffic() -> str:
-    scale, left, row = 9.0, 230, 34
-    parts = [text(20, 24, "Bytes of memory traffic per element and step (counted from the source, not measured)")]
+    scale, left, row = 4.8, 215, 34
+    parts = [text(20, 24, "Bytes of memory traffic per element and step"),
+             text(20, 42, "counted from the source, not measured", size=12, fill=SOFT)]  # fmt: skip
     for index, (title, read, written) in enumerate(TRAFFIC):
-        y = 44 + index * row
+        y = 60 + index * row
         parts += [
             text(left - 10, y + 16, title, anchor="end", size=13),
             f'<rect x="{left}" y="{y}" width="{read * scale:g}" height="22" fill="{BLUE}"/>',
             f'<rect x="{left + read * scale:g}" y="{y}" width="{written * scale:g}" height="22" fill="{ORANGE}"/>',
             text(left + (read + written) * scale + 8, y + 16, str(read + written), size=13),
         ]
-    y = 54 + len(TRAFFIC) * row
+    y = 70 + len(TRAFFIC) * row
     for index, (color, words) in enumerate(((BLUE, "read"), (ORANGE, "written"))):
         x = left + index * 90
         parts += [
             f'<rect x="{x}" y="{y}" width="14" height="14" fill="{color}"/>',
             text(x + 20, y + 12, words, size=13),
         ]
-    return picture(680, y + 30, "Memory traffic per element", *parts)
+    return picture(WIDTH, y + 30, "Memory traffic per element", *parts)
 
 
 def bits() -> str:
     columns = ("threads", "instruction set", "backend", "processes")
-    same, last = "same bits", "last bits may differ"
+    same, last = "same bits", "last bits differ"
     rows = (
         ("update, given one clip factor", (same, same, same, same)),
         ("norm and clip factor", (same, same, last, last)),
     )
-    parts = [text(20, 24, "What has the same bits when this changes")]
+    parts = [text(15, 24, "What may happen to the bits when this changes")]
     for column, title in enumerate(columns):
-        parts.append(text(320 + column * 145, 54, title, anchor="middle", size=13, fill=SOFT))
+        parts.append(text(64 + column * 104, 52, title, anchor="middle", size=12, fill=SOFT))
     for index, (title, values) in enumerate(rows):
-        y = 70 + index * 48
-        parts.append(text(20, y + 22, title, size=13))
+        y = 62 + index * 68
+        parts.append(text(15, y + 16, title, size=13))
         for column, value in enumerate(values):
             fill = "#e6f4ea" if value == same else "#fff4ea"
-            parts.append(box(255 + column * 145, y, 132, 34, fill, stroke=SOFT))
-            parts.append(text(321 + column * 145, y + 22, value, anchor="middle", size=12))
-    parts.append(text(20, 186, "A repeated run on one backend has the same bits throughout.", size=13))
-    return picture(850, 200, "Where bits can differ", *parts)
+            parts.append(box(15 + column * 104, y + 24, 98, 30, fill, stroke=SOFT))
+            parts.append(text(64 + column * 104, y + 43, value, anchor="middle", size=12))
+    parts.append(text(15, 212, "A repeated run on one backend has the same bits throughout.", size=13))
+    return picture(WIDTH, 226, "Where bits can differ", *parts)
 
 
 PICTURES = {"two-passes.svg": two_passes, "traffic.svg": traffic, "bits.svg": bits}
