@@ -69,14 +69,15 @@ def date(report: Report) -> str:
     return str(environment(report).get("date", "no date"))[:10]
 
 
-def origin(name: str, report: Report) -> str:
-    """File, date, machine and versions of a report, in one line."""
+def origin(name: str, report: Report, *, packages: tuple[str, ...] = ()) -> str:
+    """File, date, machine and versions of a report, in one line; of all packages, or of those that are named."""
     about = environment(report)
     parts = [f"`benchmarks/results/{name}`", date(report)]
     parts += [str(about[key]) for key in ("gpu", "cpu") if about.get(key)][:1]
     if "threads" in about:
         parts.append(f"{about['threads']} threads")
-    parts += [f"{package} {version}" for package, version in about.get("versions", {}).items() if version]
+    versions = about.get("versions", {})
+    parts += [f"{package} {versions[package]}" for package in packages or versions if versions[package]]
     return ", ".join(parts) + ".\n"
 
 
@@ -310,9 +311,10 @@ def with_results(text: str, reports: dict[str, Report]) -> str:
         report = reports.get(match["name"])
         if report is None:
             found = "\nNot measured yet.\n"
+        elif "comparisons" in report:
+            found = first_screen(report) + "\n" + origin(match["name"], report, packages=("torch",))
         else:
-            show = first_screen if "comparisons" in report else trainings
-            found = "\n" + origin(match["name"], report) + show(report)
+            found = "\n" + origin(match["name"], report) + trainings(report)
         return f"{match['begin']}{found}\n{match['end']}"
 
     return EMBEDDED.sub(filled, text)
