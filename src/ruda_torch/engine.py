@@ -97,6 +97,7 @@ class Engine:
         self._amsgrad: list[bool] = []
         self._ranks: Ranks | None = None
         self._in_modules: set[int] = set()
+        self._bound = 0  # parameters that had gradients in the last step
         self._pending: GlobalStatistics | None = None
         self._torn: str | None = None
         self._warn_at = next_warning(0)
@@ -168,10 +169,10 @@ class Engine:
 
     def abandon(self, groups: list[dict[str, Any]], found_inf: Tensor | float | None) -> None:
         """Something raised before :meth:`run`: tell the ranks that share these parameters, which would wait for us."""
-        ranks = find(groups, guarded=self._settings.measures, known=self._ranks)
-        if ranks is not None:
+        self._ranks = find(groups, guarded=self._settings.measures, known=self._ranks)
+        if self._ranks is not None:
             with torch.no_grad():
-                self._reduction(ranks, groups, found_inf).abandon()
+                self._reduction(self._ranks, groups, found_inf).abandon()
 
     def _prepare(self, inputs: StepInputs) -> None:
         """What may be wrong before any tensor is looked at."""
@@ -196,9 +197,19 @@ class Engine:
             return False
         if EMPTY in native.plan.columns:
             _count_empty(native, inputs)
+        self._check_not_replaced(native.plan, inputs)
         if native.plan.skipped or self._warn_at > 2:
             self._warn_of_skips(native, inputs.groups)
         return True
+
+    def _check_not_replaced(self, plan: Plan, inputs: StepInputs) -> None:
+        """Raise if parameters have no gradients any more because their modules hold DTensors instead."""
+        if sharding.may_replace():
+            count = plan.count()
+            fewer, self._bound = count < self._bound, count
+            if fewer:
+                gradients = inputs.own_gradients()
+                sharding.check_not_replaced(inputs.parameters, gradients, inputs.where, self._in_modules)
 
     def _run(self, inputs: StepInputs) -> None:
         if self._plan is None or not self._plan.fits(inputs.targets):
@@ -239,6 +250,8 @@ class Engine:
             if not plan.bind(inputs.targets, gradients, None, inputs.settle):
                 raise RuntimeError("a plan does not describe the tensors that it was built from")
         try:
+            if not inputs.stand_in:
+                self._check_not_replaced(plan, inputs)
             self.outcome = self._launch(plan, new, inputs, reduction)
         finally:
             plan.release()

@@ -76,7 +76,7 @@ class Member:
         """
         parameter, new = self.target, self.created
         if not self.state:
-            new["step"] = torch.zeros((), dtype=torch.float32, device=sharding.local(parameter).device)
+            new["step"] = torch.zeros((), dtype=torch.float32, device=_counter_device(parameter))
             for key in self.moments:
                 new[key] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
         if parameter.dtype is torch.float32:
@@ -146,7 +146,14 @@ def collect(
             _check_parameter(where, target)
             _check_state(member, settings)
             members.append(member)
-    _check_memory(members)
+    fake = [member for member in members if sharding.is_fake(member.target)]
+    if not fake:
+        _check_memory(members)
+    elif len(fake) < len(members):
+        raise InvalidTensor(
+            f"{fake[0].where} has no memory (the meta device, or FakeTensorMode), other parameters of this step have; "
+            "give all of them memory first: model.to_empty(device=...)"
+        )
     return members
 
 
@@ -160,15 +167,13 @@ def _is_ready(member: Member, settings: Settings) -> bool:
     return all(member.entry(key) is not None for key in member.moments)
 
 
-def _check_has_memory(what: str, part: Tensor) -> None:
-    if not sharding.is_fake(part):  # which has none on purpose
+def _check_has_memory(what: str, part: Tensor, parameter: Tensor) -> None:
+    if not sharding.is_fake(parameter):  # which has none on purpose, and nothing is launched on it
         check_has_memory(what, part)
 
 
 def _check_memory(members: Sequence[Member]) -> None:
     """Raise :class:`InvalidTensor` unless what the step writes, as far as it exists, belongs to one tensor each."""
-    if any(sharding.is_fake(member.target) for member in members):
-        return
     written = [(member.where, sharding.local(member.target)) for member in members]
     for member in members:
         for key in member.memory_keys:
@@ -198,7 +203,7 @@ def _check_parameter(where: str, parameter: Tensor) -> None:
     local = sharding.local(parameter)
     if local.layout is not torch.strided or local.is_neg():
         raise InvalidTensor(f"{where} must be a dense tensor, got layout {local.layout}")
-    _check_has_memory(where, local)
+    _check_has_memory(where, local, local)
     if overlaps(local):
         raise InvalidTensor(
             f"{where} must not share memory between its elements; got shape {tuple(local.shape)} with strides "
@@ -242,7 +247,7 @@ def check_gradient(where: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         raise InvalidTensor(f"the gradient of {where} is a lazily negated view; assign p.grad.resolve_neg()")
     if gradient._is_zerotensor():
         raise InvalidTensor(f"the gradient of {where} is zero without memory; assign p.grad.clone()")
-    _check_has_memory(f"the gradient of {where}", gradient)
+    _check_has_memory(f"the gradient of {where}", gradient, local)
     return gradient
 
 
@@ -302,21 +307,27 @@ def _check_state(member: Member, settings: Settings) -> None:
             raise DifferentDevice(
                 f"{key} of {where} must be on the parameter's device {local.device}, got {part.device}"
             )
-        _check_has_memory(f"{key} of {where}", part)
+        _check_has_memory(f"{key} of {where}", part, local)
         if overlaps(part):
             raise InvalidState(
                 f"{key} of {where} must not share memory between its elements, got strides {part.stride()}"
             )
     step = state["step"]
     if isinstance(step, torch.Tensor):
-        _check_has_memory(f"step of {where}", sharding.local(step))
+        _check_has_memory(f"step of {where}", sharding.local(step), local)
     if not (
         isinstance(step, torch.Tensor)
         and step.dtype is torch.float32
         and step.dim() == 0
-        and step.device == local.device
+        and step.device == _counter_device(local)
     ):
-        member.created["step"] = step_counter(where, step).to(local.device)
+        member.created["step"] = step_counter(where, step).to(_counter_device(local))
+
+
+def _counter_device(parameter: Tensor) -> torch.device:
+    """Where a step is counted: with the parameter, but for parameters on meta, whose steps nobody counts."""
+    device = sharding.local(parameter).device
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def step_counter(where: str, step: object) -> Tensor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ruda_optim.fused_adamw import InvalidTensor
 
@@ -97,7 +98,8 @@ class Ranks:
     def __init__(self, parameters: Sequence[Tensor], *, guarded: bool, wrapper: Any = None) -> None:
         rank = dist.get_rank()
         meshes = dict.fromkeys(p.device_mesh for p in parameters if is_sharded(p))  # type: ignore[attr-defined]
-        members = {mesh: frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}
+        with _disable_current_modes():  # FakeTensorMode does not read a mesh, which is a tensor
+            members = {mesh: frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}
         largest = max(members, key=lambda mesh: len(members[mesh]), default=None)
         everybody = frozenset(range(dist.get_world_size()))
         ranks = members.get(largest, everybody)

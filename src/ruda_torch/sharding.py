@@ -159,23 +159,28 @@ def settled(
     return [None if gradient is None else local(gradient) for gradient in placed]
 
 
+def may_replace() -> bool:
+    """Whether anybody in this process can have exchanged parameters for DTensors."""
+    return _dtensor() is not None and dist.is_available() and dist.is_initialized()
+
+
 def check_not_replaced(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], where: Callable[[int], str], known: set[int]
 ) -> None:
     """Raise if a module has exchanged a parameter for a DTensor since the optimizer was given it.
 
     ``fully_shard`` and ``parallelize_module`` do that; an optimizer built before them would update nothing, silently.
-    Looks through all modules of the process, so it is called when the tensors of a step are new, and looks only if a
-    parameter has no gradient.
+    Looks through all modules of the process, so it is called when the tensors of a step are new, or fewer than they
+    were, and looks only if a parameter has no gradient.
 
     Args:
         parameters, gradients: of all groups.
         where: names a parameter by its position.
         known: ids of parameters that were found in a module before; extended here.
     """
-    dtensor = _dtensor()
-    if dtensor is None or not dist.is_available() or not dist.is_initialized():
+    if not may_replace():
         return
+    dtensor = _dtensor()
     idle = {
         id(parameter): position
         for position, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True))
@@ -191,7 +196,7 @@ def check_not_replaced(
     for thing in gc.get_objects():
         if issubclass(type(thing), fsdp_parameter):
             # Between a forward and a backward pass the module holds the gathered parameter instead.
-            held.add(id(thing.sharded_param))
+            held.add(id(getattr(thing, "sharded_param", None)))
         elif issubclass(type(thing), torch.nn.Module):
             for parameter in vars(thing).get("_parameters", {}).values():
                 held.add(id(parameter))

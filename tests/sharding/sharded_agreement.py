@@ -226,8 +226,7 @@ def what_does_not_fit_is_named(context: Context) -> None:
     mesh = context.mesh()
     parameter = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
     plain = nn.Parameter(torch.ones(3))
-    with pytest.raises(InvalidOption, match="capturable=True does not take sharded parameters"):
-        _one_step(parameter, plain, capturable=True)
+    _one_step(parameter, plain, capturable=True)  # nothing is read on the host, so it may be captured
     flat = nn.Parameter(torch.ones(3))
     flat._fsdp_flattened = True  # how FullyShardedDataParallel marks its parameters
     flat.grad = torch.ones(3)

@@ -9,6 +9,7 @@ import torch
 from sharded_models import batches, build, copy_of, fsdp, loss_of, optimizer_of, part_of_batch
 from sharded_worker import Context, check
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ruda_torch
@@ -138,3 +139,20 @@ def memory_runs_out_on_one_rank(context: Context) -> None:
 
 def _no_memory(*_, **__):
     raise torch.OutOfMemoryError("none left")
+
+
+@check(2)
+def state_of_parameters_on_meta(context: Context) -> None:
+    """A checkpoint's layout is asked for before the weights have memory: shapes come of it, as with torch's."""
+    mesh = context.mesh()
+    for options in ({}, {"amsgrad": True}):
+        with torch.device("meta"):
+            model, other = (fsdp(type(build())(), mesh) for _ in range(2))
+        ours = get_optimizer_state_dict(model, optimizer_of(model, **options))
+        theirs = get_optimizer_state_dict(other, torch.optim.AdamW(other.parameters(), **options))
+        assert ours["state"].keys() == theirs["state"].keys()
+        for name, entry in theirs["state"].items():
+            assert ours["state"][name].keys() == entry.keys()
+            for key, value in entry.items():
+                mine = ours["state"][name][key]
+                assert (mine.shape, mine.dtype, mine.device) == (value.shape, value.dtype, value.device), (name, key)

@@ -292,6 +292,12 @@ class Plan:
         count = self._call.active(self._handle, self._active, self._updated, ctypes.byref(updated))
         return self._active[:count], self._updated[: updated.value]
 
+    def count(self) -> int:
+        """How many parameters the step that was bound last has."""
+        updated = ctypes.c_int64()
+        self._call.active(self._handle, self._active, self._updated, ctypes.byref(updated))
+        return updated.value
+
     def updated(self, groups: list[list[Tensor]]) -> list[Tensor]:
         """The parameters of the step that was bound last."""
         parameters = [parameter for group in groups for parameter in group]
