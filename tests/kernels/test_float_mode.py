@@ -107,8 +107,22 @@ def test_a_whole_step_returns_the_same_bits(settings, threads) -> None:
 
 
 def test_step_counters_round_to_nearest() -> None:
-    step = torch.tensor(2.0**24)  # the next FP32 number is two away, so one more is a tie
-    table = LaunchTable([TensorMemory(torch.ones(3), step=step)], CPU)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = ruda_torch.AdamW([parameter], fused_step=True)
+    optimizer.step()
+    optimizer.state[parameter]["step"].fill_(2.0**24)  # the next FP32 number is two away, so one more is a tie
     with rounding_upward():
-        storage.advance_steps(table)
-    assert step == 2.0**24
+        optimizer.step()
+    assert optimizer.state[parameter]["step"] == 2.0**24
+
+
+def test_the_norm_of_subnormal_gradients_is_reported() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    parameter.grad = torch.full((1000,), 1e-41)
+    optimizer = ruda_torch.AdamW([parameter], fused_step=True)
+    optimizer.step()
+    norm = optimizer.last_grad_norm
+    with flushing():
+        optimizer.step()
+        assert optimizer.last_grad_norm == norm > 0

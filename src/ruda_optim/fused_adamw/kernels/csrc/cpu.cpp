@@ -284,6 +284,7 @@ const Coefficients* coefficient_rows(const Tensor& tensor) {
 
 void adamw_scaled_op(Tensor fields, Tensor layouts, Tensor coefficients, double inverse_scale, double clip_factor,
                      bool row_per_tensor) {
+  const FloatMode mode;
   const TableView table = view(fields, layouts);
   update(table, Whole(table),
          {coefficient_rows(coefficients), static_cast<float>(inverse_scale), static_cast<float>(clip_factor),
@@ -291,6 +292,7 @@ void adamw_scaled_op(Tensor fields, Tensor layouts, Tensor coefficients, double 
 }
 
 void analyze_gradient_op(Tensor fields, Tensor layouts, Tensor rows, int64_t chunk, double inverse_scale) {
+  const FloatMode mode;
   const TableView table = view(fields, layouts);
   const Whole columns(table);
   const int64_t count = rows_of(table, columns, chunk);

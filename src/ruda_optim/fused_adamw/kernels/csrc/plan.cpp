@@ -6,6 +6,7 @@
 
 #include "cpu_step.h"
 #include "export.h"
+#include "float_mode.h"
 #include "python_api.h"
 
 namespace ruda {
@@ -252,6 +253,7 @@ bool worth_releasing(const TableView& table, const Columns& columns) {
 bool run_decision(const Plan& plan, const Step& step, bool release) {
   const TableView table{step.fields, plan.columns, step.layouts};
   const Columns columns = plan.active_columns();
+  const FloatMode mode;
   const float inverse_scale = static_cast<float>(step.inverse_scale);
   const WithoutInterpreter released(release);
   if (step.measured) {
@@ -267,6 +269,7 @@ bool run_decision(const Plan& plan, const Step& step, bool release) {
 }
 
 void run_update(const Plan& plan, const Step& step, bool release) {
+  const FloatMode mode;
   const TableView table{step.fields, plan.columns, step.layouts};
   const WithoutInterpreter released(release);
   update(table, plan.active_columns(),
