@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,9 +11,6 @@ from ruda_optim.fused_adamw import InvalidOption
 from ruda_optim.fused_adamw.options import check_number, round_to_fp32
 
 from .adamw import AdamW
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _HANDED_OVER = ("grad_scale", "found_inf")  # what torch's step() sets on an optimizer that scales by itself
@@ -64,13 +61,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._min_scale > self._max_scale:
             raise InvalidOption(f"min_scale must be <= max_scale, got {min_scale!r} and {max_scale!r}")
         init_scale = self._bounded("init_scale", init_scale)
-        growth = {
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-        }
         device = device.type if isinstance(device, torch.device) else device
-        super().__init__(device, init_scale, *_checked_growth(growth), enabled)
+        growth = _growth_factor(growth_factor), _backoff_factor(backoff_factor), _growth_interval(growth_interval)
+        super().__init__(device, init_scale, *growth, enabled)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place.
@@ -128,6 +121,15 @@ class GradScaler(torch.amp.GradScaler):
         if scale is not None:
             scale.clamp_(self._min_scale, self._max_scale)
 
+    def set_growth_factor(self, new_factor: float) -> None:
+        super().set_growth_factor(_growth_factor(new_factor))
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        super().set_backoff_factor(_backoff_factor(new_factor))
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        super().set_growth_interval(_growth_interval(new_interval))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a scaler of this class or of torch's; a scale out of bounds becomes the nearer bound.
 
@@ -141,7 +143,9 @@ class GradScaler(torch.amp.GradScaler):
             scale = check_number("scale", state_dict["scale"], "a number >= 0", infinite=True)
             if scale < 0.0:
                 raise InvalidOption(f"scale must be a number >= 0, got {scale!r}")
-            _checked_growth(state_dict)
+            _growth_factor(state_dict["growth_factor"])
+            _backoff_factor(state_dict["backoff_factor"])
+            _growth_interval(state_dict["growth_interval"])
             tracker = state_dict["_growth_tracker"]
             if not _is_int(tracker) or tracker < 0:
                 raise InvalidOption(f"_growth_tracker must be an int >= 0, got {tracker!r}")
@@ -185,18 +189,24 @@ def _scale(name: str, value: object) -> float:
     return scale
 
 
-def _checked_growth(state: Mapping[str, Any]) -> tuple[float, float, int]:
-    """Growth factor, backoff factor and interval, as given to the constructor or found in a saved state."""
-    growth = check_number("growth_factor", state["growth_factor"], "a finite number > 1")
-    if not growth > 1.0:
-        raise InvalidOption(f"growth_factor must be a finite number > 1, got {growth!r}")
-    backoff = check_number("backoff_factor", state["backoff_factor"], "a number in (0, 1)")
-    if not 0.0 < backoff < 1.0:
-        raise InvalidOption(f"backoff_factor must be a number in (0, 1), got {backoff!r}")
-    interval = state["growth_interval"]
-    if not _is_int(interval) or interval < 1:
-        raise InvalidOption(f"growth_interval must be an int >= 1, got {interval!r}")
-    return growth, backoff, interval
+def _growth_factor(value: object) -> float:
+    factor = check_number("growth_factor", value, "a finite number > 1")
+    if not factor > 1.0:
+        raise InvalidOption(f"growth_factor must be a finite number > 1, got {value!r}")
+    return factor
+
+
+def _backoff_factor(value: object) -> float:
+    factor = check_number("backoff_factor", value, "a number in (0, 1)")
+    if not 0.0 < factor < 1.0:
+        raise InvalidOption(f"backoff_factor must be a number in (0, 1), got {value!r}")
+    return factor
+
+
+def _growth_interval(value: Any) -> int:
+    if not _is_int(value) or value < 1:
+        raise InvalidOption(f"growth_interval must be an int >= 1, got {value!r}")
+    return int(value)
 
 
 def _is_int(value: object) -> bool:

@@ -25,7 +25,7 @@ _PLACEHOLDERS = (0.0, 0.0, 0.0, 1.0, 0.0)
 """In range, whatever the others are."""
 
 
-def hyperparameters(group: dict[str, Any], number: int | None = None) -> tuple[Any, Any, Any, Any, Any]:
+def hyperparameters(group: dict[str, Any], number: int | None = None) -> tuple[Any, ...]:
     """The five values of group ``number`` as they stand there, in the order of :data:`NAMES`.
 
     Raises:
@@ -46,16 +46,15 @@ def group_options(number: int | None, group: dict[str, Any], *, look: bool = Tru
     Raises:
         InvalidOption: what is wrong, with the group's number.
     """
-    numbers: list[Any] = []
-    for name, value, placeholder in zip(NAMES, hyperparameters(group, number), _PLACEHOLDERS, strict=True):
-        unread = not look and isinstance(value, torch.Tensor) and value.numel() == 1
-        numbers.append(placeholder if unread else _number(name, value, number))
-    lr, beta1, beta2, epsilon, decay = numbers
+    values = hyperparameters(group, number)
+    if not all(type(value) is float for value in values):
+        named = zip(NAMES, values, _PLACEHOLDERS, strict=True)
+        values = tuple(_number(f"{_where(number)}{n}", v, unread=None if look else p) for n, v, p in named)
+    lr, beta1, beta2, epsilon, decay = values
+    amsgrad, maximize = _flag(group.get("amsgrad", False)), _flag(group.get("maximize", False))
     try:
         try:
-            return AdamWOptions(
-                lr, beta1, beta2, epsilon, decay, group.get("amsgrad", False), group.get("maximize", False)
-            )
+            return AdamWOptions(lr, beta1, beta2, epsilon, decay, amsgrad, maximize)
         except InvalidOption:
             check_hyperparameters(lr, beta1, beta2, epsilon, decay, NAMES)  # says it with the caller's names
             raise
@@ -99,10 +98,7 @@ class Hyperparameters:
 
     def read(self, number: int, group: dict[str, Any], *, look: bool = True) -> AdamWOptions:
         """As :func:`group_options`; the same object while the values stay the same."""
-        betas = group["betas"]
-        if type(betas) is not tuple or len(betas) != 2:
-            betas = _pair(betas, number)
-        five = (group["lr"], *betas, group["eps"], group["weight_decay"])
+        five = hyperparameters(group, number)
         values = (*five, group["amsgrad"], group["maximize"], len(group), look)
         known = self._known.get(number)
         if known is not None and known[0] and all(map(is_, known[0], values)):
@@ -112,12 +108,17 @@ class Hyperparameters:
         if known is not None and known[1] == options:
             options = known[1]
         # The very same tensor or array may hold another number at the next step.
-        kept = all(isinstance(value, Real) or (isinstance(value, torch.Tensor) and not look) for value in values)
+        kept = all(
+            type(value) is float or isinstance(value, Real) or (isinstance(value, torch.Tensor) and not look)
+            for value in five
+        )
         self._known[number] = (values if kept else (), options)
         return options
 
 
 def _pair(betas: Any, number: int | None) -> tuple[Any, Any]:
+    if type(betas) is tuple and len(betas) == 2:
+        return betas
     if not isinstance(betas, (str, bytes, Mapping, Set)):
         try:
             if len(betas) == 2:
@@ -127,16 +128,27 @@ def _pair(betas: Any, number: int | None) -> tuple[Any, Any]:
     raise InvalidOption(f"{_where(number)}betas must be two numbers in [0, 1), got {betas!r}")
 
 
-def _number(name: str, value: Any, number: int | None) -> Any:
-    """A number out of a tensor or an array; anything else as it is, for the check of ranges to judge."""
+def _number(what: str, value: Any, *, unread: float | None) -> Any:
+    """A number out of a tensor or an array; anything else as it is, for the check of ranges to judge.
+
+    A tensor with one element is ``unread`` where that is a number.
+    """
     if isinstance(value, Real) or not hasattr(value, "item"):
         return value
+    is_tensor = isinstance(value, torch.Tensor)
+    if unread is not None and is_tensor and value.numel() == 1:
+        return unread
     try:
         return value.item()
     except (RuntimeError, TypeError, ValueError):  # torch's and NumPy's ways to say that there is more than one
         shape = tuple(getattr(value, "shape", ()))
-        kind = "a tensor" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise InvalidOption(f"{_where(number)}{name} must be one number, got {kind} of shape {shape}") from None
+        kind = "a tensor" if is_tensor else type(value).__name__
+        raise InvalidOption(f"{what} must be one number, got {kind} of shape {shape}") from None
+
+
+def _flag(value: Any) -> Any:
+    """0, 1 and NumPy's bools as the bools that they are; anything else as it is, for the check to judge."""
+    return value if type(value) is bool or value not in (0, 1) else bool(value)
 
 
 def _where(number: int | None) -> str:

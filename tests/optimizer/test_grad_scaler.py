@@ -366,6 +366,9 @@ def test_a_state_that_no_scaler_has_is_refused(name, value):
         scaler.load_state_dict({**before, name: value})
     with pytest.raises(InvalidOption, match=rf"must hold .*; missing: \['{name}'\]"):
         scaler.load_state_dict({key: held for key, held in before.items() if key != name})
+    if hasattr(scaler, f"set_{name}"):
+        with pytest.raises(InvalidOption, match=f"{name} must be"):
+            getattr(scaler, f"set_{name}")(value)
     assert scaler.state_dict() == before
 
 

@@ -124,6 +124,22 @@ def test_a_refused_checkpoint_changes_nothing(name, value) -> None:
     assert {**optimizer.param_groups[0], "params": 0} == {**groups, "params": 0}
 
 
+@pytest.mark.parametrize("value", [1, np.True_])
+@pytest.mark.parametrize("place", [built, in_a_group, loaded])
+def test_flags_may_be_numbers(place, value) -> None:
+    expected, optimizer = adamw(one(), maximize=True), place("maximize", value)
+    run(expected, 2)
+    run(optimizer, 2)
+    assert contents(optimizer) == contents(expected)
+
+
+@pytest.mark.parametrize("value", ["no", 2, None])
+def test_flags_that_are_none_are_refused(value) -> None:
+    for place in (in_a_group, assigned, loaded):
+        with pytest.raises(ValueError, match="group 0: maximize must be True or False"):
+            run(place("maximize", value), 1)
+
+
 @pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay"])
 def test_a_checkpoint_without_a_hyperparameter_is_refused(name) -> None:
     optimizer = adamw(one())

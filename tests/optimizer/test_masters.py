@@ -141,3 +141,40 @@ def test_a_remainder_is_nothing_to_an_fp16_parameter() -> None:
     (entry,) = target.state.values()
     assert "master" in entry
     assert "master_remainder" not in entry
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_masters_of_sharded_parameters_convert_too(monkeypatch, split) -> None:
+    """One rank is enough: each one converts its own part and talks to nobody."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        layers = [torch.nn.Linear(7, 5, dtype=torch.bfloat16) for _ in range(2)]
+        layers[1].load_state_dict(layers[0].state_dict())
+        for layer in layers:
+            torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+        source, target = (
+            adamw(layer.parameters(), split_master=s) for layer, s in zip(layers, (split, not split), strict=True)
+        )
+        for parameter in layers[0].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        source.step()
+        for there, here in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+            here._local_tensor.data.copy_(there._local_tensor)
+        target.load_state_dict(source.state_dict())
+        for left, right in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+            states = [
+                {name: value.to_local() for name, value in optimizer.state[p].items() if name.startswith("master")}
+                for optimizer, p in ((source, left), (target, right))
+            ]
+            assert [*states[0], *states[1]] == [
+                ("master", "master_remainder")[split],
+                ("master_remainder", "master")[split],
+            ]
+            found = [master_of(p.to_local(), state) for p, state in zip((left, right), states, strict=True)]
+            assert (steps_between(*found) <= 1).all()
+            right.grad = torch.ones_like(right)
+        target.step()
+    finally:
+        torch.distributed.destroy_process_group()

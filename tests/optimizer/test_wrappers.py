@@ -63,6 +63,7 @@ def test_everything_is_read_through_a_wrapper(wrap) -> None:
         wrapper.step()
         for name in READ:
             assert str(getattr(wrapper, name)) == str(getattr(optimizer, name)), name
+        assert str(wrapper.gradient_report()) == str(optimizer.gradient_report())
     assert wrapper.skipped_steps == 1
     assert wrapper.last_group_norms == wrapper.last_group_norms != ()
     assert "max_grad_norm" not in vars(wrapper)
