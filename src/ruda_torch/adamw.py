@@ -196,10 +196,14 @@ class AdamW(torch.optim.AdamW):
     def skipped_steps(self) -> int:
         return self._live.engine.skipped_steps
 
-    def gradient_report(self) -> GradientReport:
-        """The gradients of the last step, parameter by parameter; of sharded parameters, this rank's part.
+    def gradient_report(self, *, whole: bool = False) -> GradientReport:
+        """The gradients of the last step, parameter by parameter.
 
         Merged from the statistics of the step when it is called, and only then waits for the device.
+
+        Args:
+            whole: of sharded parameters, False tells of this rank's part. True tells of all ranks' parts; then every
+                rank must call it. Default False.
 
         Returns:
             One line per parameter that had a gradient: name, group, index, elements, norm (unscaled, before clipping),
@@ -209,7 +213,7 @@ class AdamW(torch.optim.AdamW):
             InvalidState: the last step took no statistics.
         """
         outcome = self._live.engine.last(self.param_groups)
-        return GradientReport(()) if outcome is None else outcome.gradients(self.param_groups)
+        return GradientReport(()) if outcome is None else outcome.gradients(self.param_groups, whole=whole)
 
     def update_report(self) -> UpdateReport:
         """How far the last step moved each parameter, relative to its size; see

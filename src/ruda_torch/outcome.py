@@ -85,8 +85,8 @@ class Outcome:
                 reports[group].append(report.tolist())
         return tuple(combined(group).total_norm for group in reports)
 
-    def gradients(self, groups: list[dict[str, Any]]) -> GradientReport:
-        """The gradients of the step, parameter by parameter."""
+    def gradients(self, groups: list[dict[str, Any]], *, whole: bool = False) -> GradientReport:
+        """The gradients of the step, parameter by parameter; ``whole``: of all ranks, which all call this."""
         if not self.measured:
             raise InvalidState(
                 "the last step took no gradient statistics; they need check_finite=True or a max_grad_norm (infinity "
@@ -107,7 +107,10 @@ class Outcome:
             first, last, elements = entries.get(position, (0, 0, 0))  # a parameter without elements has no rows
             lines.append(Entry(names[index] if names else None, group, index, elements, first, last))
         scope = "" if self.total is None else " of this rank"
-        return gradient_report(lines, torch.cat(rows) if rows else torch.empty((0, 3), device="cpu"), scope)
+        report = gradient_report(lines, torch.cat(rows) if rows else torch.empty((0, 3), device="cpu"), scope)
+        if self.total is None or not whole:
+            return report
+        return self.total.ranks.whole(report, [groups[line.group]["params"][line.index] for line in lines])
 
 
 def rows_of(part: Part) -> list[tuple[int, int, int]]:

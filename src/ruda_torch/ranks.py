@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ruda_optim.fused_adamw import InvalidTensor
 
+from .report import GradientReport
 from .sharding import copies_of, crosses_ranks, is_fake, is_sharded, local, zero_redundancy_wrapper
 
 if TYPE_CHECKING:
@@ -204,6 +205,33 @@ class Ranks:
         for group in self._process_groups[:-1]:
             dist.broadcast(numbers, group=group, group_src=0)
         return numbers
+
+    def whole(self, report: GradientReport, parameters: Sequence[Tensor]) -> GradientReport:
+        """A report of all ranks' parts; every rank calls this, after the same step.
+
+        Args:
+            report: of this rank's parts.
+            parameters: one per line. Those of which each rank has its own keep the line of this rank.
+        """
+        known = [self._counts[id(parameter)] for parameter in parameters]
+        mine = [(line, count) for line, count in zip(report, known, strict=True) if count.full]
+        if self.outside or not mine:
+            return report
+        # Infinity, where something is not finite, goes through sums and products as it should.
+        squares = torch.tensor([line.norm**2 * count.factor for line, count in mine], dtype=torch.float64, device="cpu")
+        largest = torch.tensor([line.largest for line, _ in mine], dtype=torch.float64, device="cpu").to(self.device)
+        norms = (self.sum(squares.to(self.device)) / self.size).sqrt().tolist()
+        if not self._simulated:
+            for group in self._process_groups:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        found = zip(norms, largest.tolist(), strict=True)
+        lines = []
+        for line, count in zip(report, known, strict=True):
+            if count.full:
+                norm, highest = next(found)
+                line = replace(line, elements=count.full, norm=norm, largest=highest, finite=math.isfinite(norm))
+            lines.append(line)
+        return GradientReport(lines)
 
 
 def _weights(ranks: list[int]) -> dict[int, float]:

@@ -204,7 +204,7 @@ def skip_warning(report: GradientReport, run: int) -> str:
     if bad:
         whose = f"in {listed(bad)} ({len(bad):,} of {len(report):,} parameters)"
     else:
-        whose = "as found_inf reported (the gradients that this process holds are finite)"
+        whose = "elsewhere (the gradients of this process are finite; found_inf or another rank told of one)"
     return (
         f"{run:,} steps in a row were skipped: gradients that are not finite {whose}. Parameters and state are as they "
         "were before. Look at the loss and the data of these steps, and lower the learning rate or the loss scale; "

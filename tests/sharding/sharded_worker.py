@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MODULES = ("sharded_layouts", "sharded_agreement", "sharded_experts", "sharded_surroundings", "sharded_checkpoints")
+MODULES = (
+    "sharded_layouts",
+    "sharded_agreement",
+    "sharded_experts",
+    "sharded_reports",
+    "sharded_surroundings",
+    "sharded_checkpoints",
+)
 TIMEOUT = 60
 """Seconds after which a collective that some rank does not enter is an error."""
 
