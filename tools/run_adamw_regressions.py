@@ -32,9 +32,12 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+try:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+except ImportError:  # a machine that has a GPU and little else
+    from fused_adamw.plain import Console, Table, escape
 
 from fused_adamw import execute, run_report, suites
 from fused_adamw.execute import BLOCKED, DTYPE_NAMES, DTYPES, EXIT_CODES, FAILED, INTERRUPTED, PASSED, TIMEOUT
@@ -115,6 +118,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--timeout", type=seconds, default=1800.0, help="seconds that each command may take (default: %(default)g)"
     )
     parser.add_argument("--budget", type=seconds, help="seconds for all commands together (default: no limit)")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="take over what passed in the last report of the same name, if its sources and tools are those of today",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run nothing")
     parser.add_argument(
         "--report",
@@ -169,6 +177,7 @@ def run_all(
     arguments: argparse.Namespace,
     report: run_report.Report,
     stop: execute.Stop,
+    before: run_report.Before | None,
 ) -> None:
     """Run the tasks one by one until they are done or the runner is told to end."""
     found = execute.probe(stop)
@@ -183,6 +192,11 @@ def run_all(
         console.print(f"[{number}/{len(tasks)}] {task.suite}: {task.name}", markup=False)
         for name in sorted(name for name, value in task.environment.items() if value is None and name in os.environ):
             console.print(f"    {name}={os.environ[name]} is set here, and is taken away for this task", markup=False)
+        taken_over = None if before is None else before.outcome(task, report)
+        if taken_over is not None:
+            report.add(taken_over)
+            console.print(f"    passed before, {taken_over.started}", markup=False, style=COLOURS[PASSED])
+            continue
         report.begin(task)
         left = float("inf") if arguments.budget is None else arguments.budget - (time.monotonic() - begin)
         timeout = min(arguments.timeout, left)
@@ -207,12 +221,13 @@ def main(argv: list[str] | None = None) -> int:
         dry_run(console, suites.tasks(names, choice_of(arguments, arguments.report)))
         return 0
     with execute.Stop() as stop:
+        before = run_report.last(arguments.report) if arguments.resume else None
         path = run_report.claim(arguments.report)
         options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
         options["report"] = path.name
         report = run_report.Report(path, ["tools/run_adamw_regressions.py", *words], options)
         try:
-            run_all(console, suites.tasks(names, choice_of(arguments, path)), arguments, report, stop)
+            run_all(console, suites.tasks(names, choice_of(arguments, path)), arguments, report, stop, before)
         except BaseException as error:
             report.finish(f"{type(error).__name__}: {error}")
             raise

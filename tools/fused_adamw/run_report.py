@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from fused_adamw.execute import INTERRUPTED, ROOT, Outcome, Task, portable, worst
+from fused_adamw.execute import INTERRUPTED, PASSED, ROOT, Outcome, Task, portable, worst
 from result_variables import result_variables
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = 1
+_DECIDES = ("variables", "versions", "gpu", "cuda", "cpu", "python")  # of a report's environment
 RUNNING = "running"
 SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".json", ".toml", ".txt", ".sh", ".cmake")
 SOURCE_FOLDERS = ("src", "tests", "tools", "benchmarks", "cmake")
@@ -57,6 +60,52 @@ def claim(wanted: Path) -> Path:
         except FileExistsError:
             continue
         return path
+
+
+class Before:
+    """An earlier report, whose passed tasks need not be run again.
+
+    Args:
+        content: what it says.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content = content
+
+    def outcome(self, task: Task, now: Report) -> Outcome | None:
+        """What became of a task, if it passed and nothing that decides it has changed."""
+        then = self._content
+        if not now.same(then):
+            return None
+        command = _without_output(" ".join(map(portable, task.command)))
+        for entry in then["tasks"]:
+            same = (entry["suite"], entry["task"]) == (task.suite, task.name)
+            if same and entry["status"] == PASSED and _without_output(entry["command"]) == command:
+                dtypes = {
+                    row["dtype"]: row["status"]
+                    for row in then["runs"]
+                    if (row["suite"], row["task"]) == (task.suite, task.name) and row["dtype"] != task.dtype
+                }
+                return Outcome(
+                    task, PASSED, entry["reason"], entry["started"], entry["duration s"], entry["exit code"],
+                    entry["log"], entry["environment"], entry["tests"], entry["skipped"], dtypes,
+                )  # fmt: skip
+        return None
+
+
+def _without_output(command: str) -> str:
+    """The numbers of a benchmark lie beside the report of their run."""
+    return re.sub(r" --output \S+", "", command)
+
+
+def last(wanted: Path) -> Before | None:
+    """The newest report of this name, numbered or not, if there is one that can be read."""
+    named = re.compile(rf"{re.escape(wanted.stem)}(-\d+)?{re.escape(wanted.suffix)}")
+    found = [path for path in wanted.parent.glob(f"*{wanted.suffix}") if named.fullmatch(path.name)]
+    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+        with contextlib.suppress(ValueError):  # cut off before it had anything to say
+            return Before(json.loads(path.read_text(encoding="utf-8")))
+    return None
 
 
 class Report:
@@ -101,6 +150,14 @@ class Report:
         self._head["environment"].update(answer["environment"])
         self._head["missing"] = {tool: portable(why) for tool, why in answer["missing"].items() if why is not None}
         self._write()
+
+    def same(self, then: Mapping[str, Any]) -> bool:
+        """Whether an earlier report is of the same sources, tools, variables and device."""
+        environment = {key: value for key, value in self._head["environment"].items() if key in _DECIDES}
+        return (
+            all(then.get(key) == self._head[key] for key in ("format", "sources", "missing"))
+            and {key: then["environment"].get(key) for key in environment} == environment
+        )
 
     def begin(self, task: Task) -> None:
         self._running = f"{task.suite}: {task.name}"
