@@ -14,7 +14,7 @@ if [ $# -ne 2 ] || [ -z "$1" ] || [ -z "$2" ]; then
     exit 2
 fi
 say() {
-    echo "make gpu: $*" >&2
+    echo "tools/gpu.sh: $*" >&2
     exit 2
 }
 python=$(command -v "$1") || say "'$1' is not found; name a Python that has torch: make gpu PYTHON=python3"

@@ -40,7 +40,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path: pathlib.Path) -> Non
         pytest.skip("this machine has a GPU")
     done = script(sys.executable, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == [f"make gpu: torch {torch.__version__} sees no GPU (it is built without CUDA)"]
+    assert done.stderr.splitlines() == [f"tools/gpu.sh: torch {torch.__version__} sees no GPU (it is built without CUDA)"]
 
 
 @pytest.mark.parametrize("modules", [("torch",), ("pytest", "hypothesis")])
@@ -54,7 +54,7 @@ def test_what_python_lacks_is_named_with_the_command_that_brings_it(tmp_path: pa
 def test_a_python_that_is_not_there(tmp_path: pathlib.Path) -> None:
     done = script("no-such-python", tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("make gpu: 'no-such-python' is not found")
+    assert done.stderr.startswith("tools/gpu.sh: 'no-such-python' is not found")
 
 
 @pytest.mark.integration
