@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from kernel_runs import same_bits
 
 import ruda_torch
-from ruda_optim.fused_adamw import AdamWOptions, GradientGuardOptions, StepControl, adamw_step, guarded_adamw_step
+from ruda_optim.fused_adamw import (
+    AdamWOptions,
+    GradientGuardOptions,
+    StepControl,
+    adamw_step,
+    guarded_adamw_step,
+)
 
 SHAPES = ((33, 7), (64,), (), (1000,), (1,))  # vectors begin at other elements in the bucket than in the tensors
 SCALED = StepControl(gradient_scale=8.0)
@@ -74,3 +82,37 @@ def test_a_count_at_the_end_of_fp32_stays_and_changes_no_bit() -> None:
         results.append((float(optimizer.state[parameter]["step"]), parameter.detach()))
     assert [count for count, _ in results] == [2.0**24, 2.0**24 - 61]
     assert same_bits(results[0][1], results[1][1])
+
+
+def stepped(dtype: torch.dtype = torch.float32, **settings) -> tuple[torch.nn.Linear, ruda_torch.AdamW]:
+    layer = torch.nn.Linear(40, 30, dtype=dtype)
+    optimizer = ruda_torch.AdamW(layer.parameters(), fused_step=True, max_grad_norm=1.0, **settings)
+    for _ in range(2):
+        give_gradients(layer)
+        optimizer.step()
+    return layer, optimizer
+
+
+def give_gradients(layer: torch.nn.Module, value: float = 1.0) -> None:
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [(torch.bfloat16, {}), (torch.bfloat16, {"split_master": False}), (torch.float16, {})],
+    ids=["split master", "BF16 with FP32 master", "FP16"],
+)
+def test_a_half_parameter_that_somebody_wrote_is_what_the_step_starts_from(dtype, settings) -> None:
+    """Through ``.data``, which leaves no trace. The other elements keep the low bits of their masters."""
+    written = stepped(dtype, **settings)
+    untouched = copy.deepcopy(written)
+    written[0].weight.data[3:5] = 2.0
+    for layer, optimizer in (written, untouched):
+        give_gradients(layer)
+        optimizer.step()
+    one, other = (layer.weight.detach().float() for layer, _ in (written, untouched))
+    # One step of lr 1e-3 and 1 % decay from 2: at most 0.002 away, and rounded to a neighbour of 2.
+    assert float((one[3:5] - 2.0).abs().max()) <= 2.0 * torch.finfo(dtype).eps
+    assert same_bits(one[:3], other[:3])
+    assert same_bits(one[5:], other[5:])
