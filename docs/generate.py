@@ -1,6 +1,7 @@
 """Writes docs/benchmarks.md and docs/status.md from benchmarks/results/*.json: every number there comes from a file.
 
-A table inside another page, or the README, stands between ``<!-- from benchmarks/results/NAME.json -->`` and ``<!-- end -->``.
+A table inside another page, or the README, stands between ``<!-- from benchmarks/results/NAME.json -->`` and
+``<!-- end -->``.
 
     python docs/generate.py
 

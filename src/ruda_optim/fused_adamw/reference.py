@@ -59,8 +59,8 @@ def adamw(
         gradient: as stored (scaled by ``control.gradient_scale``), same shape; read as FP64.
         state: None before the first update: moments count as zero.
         options: hyperparameters.
-        control: the scale of the gradient. With ``skip_update``, and for an empty tensor, the inputs come back unchanged
-            and no step is counted.
+        control: the scale of the gradient. With ``skip_update``, and for an empty tensor, the inputs come back
+            unchanged and no step is counted.
         clip_factor: the factor of ``GradientStats.decision``. Default 1.
 
     Returns:
