@@ -40,7 +40,8 @@ def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path: pathlib.Path) -> Non
         pytest.skip("this machine has a GPU")
     done = script(sys.executable, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == [f"tools/gpu.sh: torch {torch.__version__} sees no GPU (it is built without CUDA)"]
+    said = f"tools/gpu.sh: torch {torch.__version__} sees no GPU (it is built without CUDA)"
+    assert done.stderr.splitlines() == [said]
 
 
 @pytest.mark.parametrize("modules", [("torch",), ("pytest", "hypothesis")])
