@@ -124,6 +124,42 @@ def test_state_that_is_the_parameter_is_refused() -> None:
     refused(optimizer, "parameter 1 of group 0 shares memory with exp_avg of parameter 0")
 
 
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("what", ["parameter", "other", "exp_avg", "exp_avg_sq"])
+def test_a_gradient_that_becomes_written_memory_later_is_refused(what, strided) -> None:
+    a, b = (torch.nn.Parameter(torch.ones(6, 4)) for _ in range(2))
+    gradient = torch.ones(4, 6).t() if strided else torch.ones(6, 4)
+    a.grad, b.grad = gradient, gradient.clone()
+    optimizer = fused([a, b])
+    for _ in range(3):
+        optimizer.step()
+    written = {"parameter": b.data, "other": a.data, **optimizer.state[b]}[what]
+    b.grad = written.view(4, 6).t() if strided else written
+    refused(optimizer, "shares memory with the gradient of parameter 1 of group 0")
+    b.grad = gradient
+    optimizer.step()
+    assert (optimizer.state[b]["step"], optimizer.last_step_skipped) == (4, False)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_gradients_between_written_memory_may_move(strided) -> None:
+    """Rows of one base, or every second element of it, hold parameters and gradients in turn."""
+    base = torch.ones(6, 8)
+    places = [base[:, i] for i in range(8)] if strided else list(base)
+    a, b = torch.nn.Parameter(places[0]), torch.nn.Parameter(places[2])
+    optimizer = fused([a, b])
+    other = [torch.nn.Parameter(torch.ones(a.shape)) for _ in range(2)]
+    apart = fused(other)
+    for step in range(4):
+        a.grad, b.grad = places[1 + step % 2 * 2], places[4 + step % 2]
+        other[0].grad, other[1].grad = torch.ones(a.shape), torch.ones(a.shape)
+        optimizer.step()
+        apart.step()
+    assert same_bits(a.data.contiguous(), other[0].data)
+    assert same_bits(b.data.contiguous(), other[1].data)
+    assert (torch.stack(places[3:]) == 1).all()
+
+
 def test_gradients_may_share_memory_with_each_other() -> None:
     a, b, c, d = parameters(4)
     b.grad = a.grad

@@ -24,6 +24,7 @@ from .kernels.device_table import capturing as capturing
 from .kernels.device_table import keep_for_graphs as keep_for_graphs
 from .kernels.device_table import one_step as one_step
 from .kernels.device_table import upload as upload
+from .kernels.memory import reach
 from .kernels.tables import COEFFICIENTS, Field, LaunchTable
 from .stats_plan import ROW_ELEMENTS
 
@@ -97,6 +98,7 @@ class _Functions:
         self.new = function("ruda_plan_new", memory, memory, memory, number, thing, memory, memory, memory)
         self.free = function("ruda_plan_free", None, memory)
         self.watch = function("ruda_plan_watch", ctypes.c_bool, memory, thing, thing, memory)
+        self.near_written = function("ruda_plan_near_written", ctypes.c_bool, memory, number, number)
         self.fits = function("ruda_plan_fits", ctypes.c_bool, memory, thing)
         self.bind = function("ruda_plan_bind", number, memory, thing, thing, thing, thing, number, memory)
         self.active = function("ruda_plan_active", number, memory, memory, memory, memory)
@@ -280,11 +282,20 @@ class Plan:
             gradient = held[found]
             settled = settle(found, gradient)
             held[found] = (gradient, settled)
+            if self._may_be_written(self.columns[found], settled):
+                return False  # a new plan tells whether they share memory, with names
             self.table.set_gradient(self.columns[found], settled)
             self._step.layouts = self.table.layouts.data_ptr()
             found = self._call.bind(self._handle, groups, gradients, state, held, found + 1, step)
         self.skipped = found == _SKIPPED
         return bool(found != _CHANGED)
+
+    def _may_be_written(self, column: int, gradient: Tensor) -> bool:
+        """Whether a gradient that was elsewhere before may lie in memory that a step writes."""
+        start = gradient.data_ptr()
+        if int(self.table.fields[Field.GRAD, column]) == start:
+            return False
+        return bool(self._call.near_written(self._handle, start, start + reach(gradient)))
 
     def active(self) -> tuple[list[int], list[int]]:
         """The columns of the step that was bound last, and the positions of its parameters, empty ones included."""

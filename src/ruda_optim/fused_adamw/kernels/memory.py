@@ -36,7 +36,7 @@ def has_memory(tensor: Tensor) -> bool:
         return True
     try:
         storage = tensor.untyped_storage()
-        end = tensor.storage_offset() * tensor.element_size() + _reach(tensor)
+        end = tensor.storage_offset() * tensor.element_size() + reach(tensor)
         return storage.data_ptr() != 0 and end <= storage.nbytes()
     except (RuntimeError, NotImplementedError):  # a storage that may not be looked at
         return False
@@ -67,7 +67,7 @@ def check_memory(written: Sequence[tuple[str, Tensor]], read: Sequence[tuple[str
     for index, (_, tensor) in enumerate(named):
         if tensor.numel() > 0:
             start = tensor.data_ptr()
-            devices.setdefault(tensor.device, []).append((start, start + _reach(tensor), index))
+            devices.setdefault(tensor.device, []).append((start, start + reach(tensor), index))
     for ranges in devices.values():
         for cluster in _clusters(ranges):
             for close in _clusters(_residues({index: named[index][1] for index in cluster})):
@@ -87,7 +87,7 @@ def _check_pairs(indices: list[int], named: list[tuple[str, Tensor]], written: i
                 )
 
 
-def _reach(tensor: Tensor, period: int = 0) -> int:
+def reach(tensor: Tensor, period: int = 0) -> int:
     """Bytes from the first to the end of the last element; strides that are multiples of ``period`` count as none."""
     item = tensor.element_size()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -121,7 +121,7 @@ def _residues(tensors: dict[int, Tensor]) -> Iterator[tuple[int, int, int]]:
     ]
     period = max(set.intersection(*strides), default=0) if strides else 0
     for index, tensor in tensors.items():
-        start, size = tensor.data_ptr(), _reach(tensor, period)
+        start, size = tensor.data_ptr(), reach(tensor, period)
         if period:
             start %= period
             if start + size > period:  # around the end, and on from the beginning

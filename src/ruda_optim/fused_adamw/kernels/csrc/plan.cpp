@@ -2,6 +2,8 @@
 // different, finds the gradients of a step, and on the CPU runs the whole step in the same call. It holds no tensor:
 // objects are known by address, and by what they describe. Called by binding.py through ctypes with the interpreter lock
 // held; an exception that is set on return is raised there.
+#include <algorithm>
+#include <iterator>
 #include <vector>
 
 #include "cpu_step.h"
@@ -40,6 +42,11 @@ struct Step {
   int32_t measured, check_finite, stages;
 };
 
+// Written memory in order of its addresses. `reached` is where this range or one before it ends, whichever is farther.
+struct Range {
+  int64_t start, reached;
+};
+
 struct Plan {
   Reader reader;
   int64_t* fields;
@@ -52,6 +59,7 @@ struct Plan {
   std::vector<int64_t> shapes;
   std::vector<PyObject*> entries;  // keys, dicts and values of the state, in order; only compared
   std::vector<Held> held;
+  std::vector<Range> written;    // all memory that a step may write, by address
   std::vector<int64_t> active;   // columns of the step that was bound last
   std::vector<int64_t> updated;  // positions of its parameters, empty ones included
 
@@ -94,6 +102,19 @@ constexpr int64_t kAhead = 20;
   around(record.gradient_sizes);
 }
 
+int64_t end_of(const DLTensor& tensor) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.ndim; ++d) last += (tensor.shape[d] - 1) * tensor.strides[d];
+  return address_of(tensor) + (last + 1) * (tensor.dtype.bits / 8);
+}
+
+// False if a step writes nothing between the addresses.
+bool near_written(const Plan& plan, int64_t start, int64_t end) {
+  const auto after = std::lower_bound(plan.written.begin(), plan.written.end(), end,
+                                      [](const Range& range, int64_t address) { return range.start < address; });
+  return after != plan.written.begin() && std::prev(after)->reached > start;
+}
+
 // Binds the gradient of one column. False if the caller has to settle it.
 bool bind_gradient(const Plan& plan, int64_t i, Record& record, PyObject* gradient) {
   const TableView table = plan.view();
@@ -112,6 +133,7 @@ bool bind_gradient(const Plan& plan, int64_t i, Record& record, PyObject* gradie
   const bool known = table.at(kGrad, i) == pointer && record.gradient_object == object &&
                      record.gradient_sizes == inside && !single(g);
   if (known) return true;
+  if (table.at(kGrad, i) != pointer && near_written(plan, pointer, end_of(g))) return false;
   if (plan.reader.negated(gradient)) return false;
   record.gradient_object = object;
   record.gradient_sizes = inside;
@@ -321,6 +343,7 @@ RUDA_EXPORT bool ruda_plan_watch(Plan* plan, PyObject* state, PyObject* tensors,
   using namespace ruda;
   plan->entries.clear();
   plan->held.clear();
+  plan->written.clear();
   PyObject *key, *entry, *name, *value;
   for (intptr_t at = 0; PyDict_Next(state, &at, &key, &entry) != 0;) {
     plan->entries.push_back(key);
@@ -332,8 +355,22 @@ RUDA_EXPORT bool ruda_plan_watch(Plan* plan, PyObject* state, PyObject* tensors,
     DLTensor tensor;
     if (!plan->reader.describe(object, sharded[i] != 0, &tensor)) return false;
     plan->held.push_back({object, sharded[i] != 0, address_of(tensor), numel_of(tensor), dtype_of(tensor)});
+    plan->written.push_back({address_of(tensor), end_of(tensor)});
   }
+  for (size_t i = 0; i < plan->parameters.size(); ++i) {
+    DLTensor tensor;
+    if (plan->column_of[i] < 0 || !plan->reader.describe(plan->parameters[i], plan->sharded[i], &tensor)) continue;
+    plan->written.push_back({address_of(tensor), end_of(tensor)});
+  }
+  std::sort(plan->written.begin(), plan->written.end(), [](auto& a, auto& b) { return a.start < b.start; });
+  int64_t reached = 0;
+  for (Range& range : plan->written) range.reached = reached = std::max(reached, range.reached);
   return true;
+}
+
+// True if the plan's steps may write memory between two addresses: what lies there has to be looked at closely.
+RUDA_EXPORT bool ruda_plan_near_written(const Plan* plan, int64_t start, int64_t end) {
+  return ruda::near_written(*plan, start, end);
 }
 
 // True if the lists of parameters are those of the plan.
