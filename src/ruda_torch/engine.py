@@ -267,7 +267,7 @@ class Engine:
         settings = self._settings
         self._plan, self._native = plan, None
         self._amsgrad = self._control.amsgrad()
-        if self._ranks is None and all(_on_host(part) for part in plan.parts()):
+        if self._ranks is None and set(plan.devices) == {_CPU} and all(map(_on_host, plan.parts())):
             memory = self._control.memory(_CPU)
             measured = settings.measures
             plan.prepare(

@@ -428,3 +428,16 @@ def test_many_patterns_of_gradients_share_one_plan(monkeypatch):
     for p, q in zip(parameters, twin_parameters, strict=True):
         assert optimizer.state[p]["step"] == twin.state[q]["step"]
         assert torch.allclose(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_steps_before_the_first_gradient_do_nothing():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = ruda_torch.AdamW([parameter], fused_step=True, max_grad_norm=1.0)
+    for _ in range(2):
+        optimizer.step()
+        assert not optimizer.state
+        assert optimizer.last_grad_norm == 0.0
+        assert not optimizer.last_step_skipped
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert float(optimizer.state[parameter]["step"]) == 1.0

@@ -29,6 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ruda_torch
+import ruda_torch.engine
 from ruda_optim.fused_adamw import InvalidOption, InvalidState, InvalidTensor
 from ruda_torch.ranks import find
 from ruda_torch.reduction import Reduction
@@ -347,6 +348,43 @@ def the_sum_over_ranks_never_visits_the_host(context: Context) -> None:
         assert spoiled.skip.tolist() == [1.0]
         with pytest.raises(InvalidState, match=text):
             spoiled.check()
+
+
+@check(2)
+def an_accelerator_raises_later_and_updates_nothing(context: Context) -> None:
+    """What is wrong skips the step on the device; the next step, or who reads, says so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ruda_torch.engine, "_on_host", lambda part: False)
+        for read in (False, True):
+            model, optimizer = _model_with_gradients(context, partly_plain, max_grad_norm=1.0)
+            optimizer.step()
+            parameters, state = copy_of(model), state_copy(optimizer)
+            kept = model.head.weight.grad
+            if context.rank == 0:
+                model.head.weight.grad = None
+            optimizer.step()  # no error yet
+            model.head.weight.grad = kept
+            assert _unchanged(model, optimizer, parameters, state)
+            with pytest.raises(InvalidState, match="do not have gradients for the same parameters"):
+                _ = optimizer.last_grad_norm if read else optimizer.step()
+            assert _unchanged(model, optimizer, parameters, state)
+            optimizer.step()  # said once
+            assert not _unchanged(model, optimizer, parameters, state)
+
+            parameters, state = copy_of(model), state_copy(optimizer)
+            eps = optimizer.param_groups[1]["eps"]
+            if context.rank == 1:
+                optimizer.param_groups[1]["eps"] = -1.0
+                with pytest.raises(InvalidOption, match="eps"):
+                    optimizer.step()
+                optimizer.param_groups[1]["eps"] = eps
+            else:
+                optimizer.step()
+                with pytest.raises(InvalidState, match="1 of 2 ranks could not take this step"):
+                    optimizer.state_dict()
+            assert _unchanged(model, optimizer, parameters, state)
+            optimizer.step()
+            assert not _unchanged(model, optimizer, parameters, state)
 
 
 class _NoRead(TorchDispatchMode):
