@@ -17,7 +17,7 @@ import torch
 from cases import CASES, FIXTURE_CASES, Case, check, expected, initial_parameter, stored_gradient, to_torch
 from fixture_runs import check_fixture
 
-from ruda_optim.fused_adamw.kernels import cpu, device_table, host
+from ruda_optim.fused_adamw.kernels import block_map, cpu, host
 from ruda_optim.fused_adamw.kernels.tables import COEFFICIENTS, Field, Flag, LaunchTable, TensorMemory
 from ruda_optim.fused_adamw.kernels.triton import launch as ptx_launch
 from ruda_optim.fused_adamw.kernels.triton import update as ptx
@@ -294,7 +294,7 @@ def test_elements_beyond_2_to_the_31() -> None:
     table[Field.NUMEL, 0] = start + count
     ptx_launch.launch(
         ptx.update_kernel,
-        ptx_launch.update_specialization(int(table[Field.FLAGS, 0]) & device_table.UPDATE_KIND),
+        ptx_launch.update_specialization(int(table[Field.FLAGS, 0]) & block_map.UPDATE_KIND),
         1,
         *(table, simulated.layouts, torch.tensor([chunk]), coefficients(OPTIONS), torch.tensor([0.0, 1.0, 1.0, 0.0])),
         *(1, 0),
@@ -459,6 +459,6 @@ def test_the_record_says_that_it_is_a_simulation() -> None:
 
 def test_flags_that_specialize_a_kernel_are_those_that_change_with_shape_and_dtype_only() -> None:
     """FIRST and ALIGNED change from step to step: neither may cause a compilation."""
-    assert not device_table.UPDATE_KIND & (Flag.FIRST | Flag.ALIGNED)
+    assert not block_map.UPDATE_KIND & (Flag.FIRST | Flag.ALIGNED)
     kinds = {dict(s.constants)["KIND"] for s in ptx_launch.every_specialization()["update"]}
     assert len(kinds) == 48 + 1  # and the general one

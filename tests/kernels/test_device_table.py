@@ -5,17 +5,17 @@ from __future__ import annotations
 import gc
 import types
 import weakref
+from collections import OrderedDict
 from itertools import pairwise
 
 import pytest
 import torch
 
+from ruda_optim.fused_adamw.kernels import block_map
 from ruda_optim.fused_adamw.kernels import device_table as module
+from ruda_optim.fused_adamw.kernels.block_map import STATISTICS_KIND, UPDATE_KIND, describe_blocks
 from ruda_optim.fused_adamw.kernels.device_table import (
-    STATISTICS_KIND,
-    UPDATE_KIND,
     StreamOrder,
-    describe_blocks,
     device_table,
     keep_for_graphs,
     one_step,
@@ -200,6 +200,29 @@ def test_tables_of_equal_shapes_share_a_block_map() -> None:
     assert maps[0] is not maps[2]
 
 
+def test_a_large_table_of_a_few_kinds_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_map, "SPLIT_FROM", 1000)
+    monkeypatch.setattr(block_map, "_maps", OrderedDict())
+    for count, numel, split in ((2, 300, False), (2, 600, True), (6, 600, False)):
+        dtypes = (torch.float32, torch.float16, torch.bfloat16)
+        memories = []
+        for i in range(count):
+            gradient = torch.zeros(numel, dtype=dtypes[i % 3])
+            state = [torch.zeros(numel) for _ in range(3)]
+            memories.append(TensorMemory(gradient, *state, max_exp_avg_sq=torch.zeros(numel) if i > 2 else None))
+        table = LaunchTable(memories, CPU)
+        found = device_table(table).blocks(table, 64, UPDATE_KIND)
+        if not split:
+            assert [part.kind for part in found.launches] == [block_map.SEVERAL_KINDS]
+            continue
+        assert [part.kind for part in found.launches] == [0, int(Flag.GRAD_FP16)]
+        for tensor, part in enumerate(found.launches):
+            assert part.blocks == -(-numel // 64)
+            assert (part.entries[: part.blocks] >> 32).tolist() == [tensor] * part.blocks
+            rows = part.entries[found.blocks : found.blocks + part.blocks].tolist()
+            assert rows == list(range(tensor * part.blocks, (tensor + 1) * part.blocks))
+
+
 # ------------------------------------------------------------------------------------------------------------- contents
 
 
@@ -248,7 +271,7 @@ def test_a_new_revision_renews_everything(uploads: list[int]) -> None:
     assert device_table(table) is copy
     assert torch.equal(copy.fields, table.fields)
     assert copy.blocks(table, 64, STATISTICS_KIND) is not blocks
-    assert len(copy.blocks(table, 64, STATISTICS_KIND).ranges) == 2
+    assert [part.kind for part in copy.blocks(table, 64, STATISTICS_KIND).launches] == [block_map.SEVERAL_KINDS]
 
     strided = torch.zeros(202)[::2]
     table.set_gradient(1, strided)

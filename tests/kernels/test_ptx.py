@@ -38,7 +38,7 @@ def test_the_interpreter_agrees_with_the_cpu_operator() -> None:
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    names = ("simulated_ptx.py", "test_decide.py", "../optimizer/test_torch_settings.py")
+    names = ("simulated_ptx.py", "test_decide.py", "test_split_tables.py", "../optimizer/test_torch_settings.py")
     files = [str(HERE / name) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True, check=False)

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .block_map import BlockMap, block_map
 from .decision import DECISION
-from .tables import COEFFICIENTS, Field, Flag
+from .tables import COEFFICIENTS, Field
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,15 +35,9 @@ if TYPE_CHECKING:
 
     from .tables import LaunchTable
 
-# What a kernel is specialized for; everything else is read from the table while it runs.
-_GRADIENT_KIND = Flag.GRAD_FP16 | Flag.GRAD_BF16
-STATISTICS_KIND = _GRADIENT_KIND | Flag.STRIDED
-UPDATE_KIND = STATISTICS_KIND | Flag.COPY_FP16 | Flag.COPY_BF16 | Flag.AMSGRAD | Flag.SPLIT
-
 # The rows that may change from step to step without a new revision: tables.py says so.
 _STEP_ROWS = (Field.GRAD, Field.FLAGS, Field.COEFFICIENTS)
 
-_MAPS = 128  # block maps kept, the least recently used goes first
 _CAPTURE_SPARE = 1 << 20  # bytes of page-locked memory set aside for a capture, which should not allocate any
 
 
@@ -156,89 +149,6 @@ def _copy(source: Tensor, stage: Tensor, target: Tensor) -> None:
     target.view(-1).copy_(stage, non_blocking=True)
 
 
-# ---- block maps ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BlockRange:
-    """Consecutive blocks that one kernel specialization serves."""
-
-    kind: int  # the Flag bits that the tensors of these blocks share
-    first: int
-    count: int
-
-
-@dataclass(frozen=True)
-class BlockMap:
-    """Which elements each block of a launch works on.
-
-    Attributes:
-        entries: int64 ``(2, blocks)`` on the device. Row 0: ``tensor << 32 | chunk``. Row 1: the block's place in table
-            order, which is the statistics row it writes.
-        ranges: one launch each; a single one unless the tensors differ in kind.
-        blocks: how many there are.
-    """
-
-    entries: Tensor
-    ranges: tuple[BlockRange, ...]
-    blocks: int
-
-
-def describe_blocks(
-    numel: Tensor, kinds: Tensor, chunk: int, *, reverse: bool
-) -> tuple[Tensor, tuple[BlockRange, ...]]:
-    """The entries and ranges of a :class:`BlockMap` on the host.
-
-    Args:
-        numel, kinds: int64 ``(n,)``: elements and kind of each tensor.
-        chunk: elements per block; the last block of a tensor may have fewer.
-        reverse: walk each range from its end, so that a pass that follows forwards begins on what is still in cache.
-    """
-    chunks = (numel + (chunk - 1)) // chunk
-    ends = chunks.cumsum(0)
-    blocks = int(ends[-1]) if len(ends) else 0
-    tensor = torch.repeat_interleave(torch.arange(len(numel), device="cpu"), chunks)
-    row = torch.arange(blocks, device="cpu")
-    entries = torch.stack((tensor << 32 | row - (ends - chunks)[tensor], row))
-    order = torch.argsort(kinds[tensor], stable=True)
-    ranges = []
-    first = 0
-    for kind, count in zip(*(x.tolist() for x in torch.unique(kinds[tensor], return_counts=True)), strict=True):
-        ranges.append(BlockRange(kind, first, count))
-        if reverse:
-            order[first : first + count] = order[first : first + count].flip(0)
-        first += count
-    return entries[:, order].contiguous(), tuple(ranges)
-
-
-_maps: OrderedDict[object, BlockMap] = OrderedDict()
-_maps_lock = threading.Lock()
-
-
-@torch.inference_mode(False)
-def _block_map(table: LaunchTable, chunk: int, mask: int, reverse: bool) -> BlockMap:
-    numel, kinds = table.fields[Field.NUMEL], table.fields[Field.FLAGS] & mask
-    key = (table.device, chunk, reverse, numel.numpy().tobytes(), kinds.numpy().tobytes())
-    with _maps_lock:
-        found = _maps.get(key)
-        if found is not None:
-            _maps.move_to_end(key)
-            return found
-    if capturing(table.device):
-        raise RuntimeError(
-            "a CUDA graph can capture a fused step only after a step with the same tensors ran outside of the capture; "
-            "run one first (torch calls it warm-up)"
-        )
-    entries, ranges = describe_blocks(numel, kinds, chunk, reverse=reverse)
-    # A blocking copy: when it returns, every stream may read the map. It happens once for a set of shapes.
-    built = BlockMap(entries.to(table.device, copy=True), ranges, entries.shape[1])
-    with _maps_lock:
-        _maps[key] = built
-        while len(_maps) > _MAPS:
-            _maps.popitem(last=False)
-    return built
-
-
 class _Room(NamedTuple):
     """Where the values of a step with so many coefficients stand: views that are made once."""
 
@@ -306,7 +216,7 @@ class DeviceTable:
         key = (chunk, mask, reverse)
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = _block_map(table, chunk, mask, reverse)
+            found = self._blocks[key] = block_map(table, chunk, mask, reverse, capturing=capturing(table.device))
             self._keep(found.entries)
         return found
 

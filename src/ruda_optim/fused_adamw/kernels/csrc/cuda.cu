@@ -272,11 +272,11 @@ __device__ float not_a_number() { return bits_float(0x7fc00000u); }
 // 1 / loss scale: `scale` holds it on the device, or is null.
 __device__ float inverse_of(const float* scale, float otherwise) { return scale ? div_rn(1.0f, *scale) : otherwise; }
 
-// One row per chunk of each tensor. The row of a chunk that is not finite still describes its finite elements.
+// One row per chunk of each tensor. block_count: of the whole map, of which this launch may be a part. The row of a chunk that is not finite still describes its finite elements.
 template <int GRADIENT>
 __global__ void __launch_bounds__(kThreads, GRADIENT == kAny ? kGeneralBlocks : 0)
     analyze(const long long* fields, const long long* layouts, const long long* blocks, long long count, StatsRow* rows,
-            const float* scale, float inverse_scale) {
+            const float* scale, float inverse_scale, long long block_count) {
   __shared__ unsigned largest[kWarps], largest_finite[kWarps];
   __shared__ float sums[kWarps];
   // The division is a function call on some devices: before anything else is held in registers.
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kThreads, GRADIENT == kAny ? kGeneralBlocks : 
     sum[chain] += counts ? rescaled_square(g, rescale) : 0.0f;
   });
   const float total = reduce_block((sum[0] + sum[1]) + (sum[2] + sum[3]), sums, Plus());
-  if (threadIdx.x == 0) rows[blocks[gridDim.x + blockIdx.x]] = stats_row(most, total, rescale, bad);
+  if (threadIdx.x == 0) rows[blocks[block_count + blockIdx.x]] = stats_row(most, total, rescale, bad);
 }
 
 // Rows [begin, end) as one; the whole block works on it and every thread gets it. Unrolled, so that several rows are on

@@ -12,8 +12,8 @@ constexpr int kChunk = 8192;
 
 // ---- the launch table ------------------------------------------------------------------------------------------------
 
-// Device copies of LaunchTable.fields and .layouts, and a BlockMap's entries for the whole launch: blocks[b] = tensor << 32 |
-// chunk within the tensor, then as many numbers again, the statistics row of each block.
+// Device copies of LaunchTable.fields and .layouts, and a BlockMap's entries from the launch's first block on: blocks[b] =
+// tensor << 32 | chunk within the tensor; as many numbers further as the map has blocks, the statistics row of each block.
 struct Table {
   const long long* fields;
   const long long* layouts;

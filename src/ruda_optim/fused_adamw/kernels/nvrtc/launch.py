@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from .. import Kernels
+from ..block_map import SEVERAL_KINDS, STATISTICS_KIND, UPDATE_KIND
 from ..decision import check_room
-from ..device_table import UPDATE_KIND, device_table
+from ..device_table import device_table
 from ..tables import Field, Flag
 from .compiler import architecture, cubin, driver_too_old, missing_toolchain
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -135,22 +137,23 @@ def record(name: str, launch: Launcher) -> Kernels:
             return
         with launch.on(table.device):
             copy = device_table(table)
-            blocks = copy.blocks(table, STATISTICS_CHUNK, 0)
+            blocks = copy.blocks(table, STATISTICS_CHUNK, UPDATE_KIND)
             row_per_tensor = decision is not None
             if decision is None:
                 coefficients, decision = copy.step_values(coefficients, inverse_scale, clip_factor)
-            launch(
-                table.device,
-                _instances_of(table)[0],
-                blocks.blocks,
-                copy.fields.data_ptr(),
-                copy.layouts.data_ptr(),
-                blocks.entries.data_ptr(),
-                len(table),
-                coefficients.data_ptr(),
-                decision.data_ptr(),
-                int(row_per_tensor),
-            )
+            for part in blocks.launches:
+                launch(
+                    table.device,
+                    _instance_of(table, update_instance, part.kind, UPDATE_KIND),
+                    part.blocks,
+                    copy.fields.data_ptr(),
+                    copy.layouts.data_ptr(),
+                    part.entries.data_ptr(),
+                    len(table),
+                    coefficients.data_ptr(),
+                    decision.data_ptr(),
+                    int(row_per_tensor),
+                )
 
     def analyze_gradient(
         table: LaunchTable, rows: Tensor, inverse_scale: float, *, scale: Tensor | None = None
@@ -160,21 +163,23 @@ def record(name: str, launch: Launcher) -> Kernels:
         with launch.on(table.device):
             copy = device_table(table)
             # From the end, so that the update begins on gradients that are still in cache.
-            blocks = copy.blocks(table, STATISTICS_CHUNK, 0, reverse=True)
+            blocks = copy.blocks(table, STATISTICS_CHUNK, STATISTICS_KIND, reverse=True)
             _check_rows("analyze_gradient", rows, blocks.blocks)
             copy.uses(rows)
-            launch(
-                table.device,
-                _instances_of(table)[1],
-                blocks.blocks,
-                copy.fields.data_ptr(),
-                copy.layouts.data_ptr(),
-                blocks.entries.data_ptr(),
-                len(table),
-                rows.data_ptr(),
-                _address(scale),
-                float(inverse_scale),
-            )
+            for part in blocks.launches:
+                launch(
+                    table.device,
+                    _instance_of(table, statistics_instance, part.kind, STATISTICS_KIND),
+                    part.blocks,
+                    copy.fields.data_ptr(),
+                    copy.layouts.data_ptr(),
+                    part.entries.data_ptr(),
+                    len(table),
+                    rows.data_ptr(),
+                    _address(scale),
+                    float(inverse_scale),
+                    blocks.blocks,
+                )
 
     def merge_gradient_stats_chunks(rows: Tensor, merged: Tensor, fan_in: int) -> None:
         count = rows.numel() // 3
@@ -237,17 +242,17 @@ def record(name: str, launch: Launcher) -> Kernels:
     )
 
 
-def _instances_of(table: LaunchTable) -> tuple[str, str]:
-    """The update and the statistics instance for the table's present flags."""
+def _instance_of(table: LaunchTable, choose: Callable[[set[int]], str], kind: int, mask: int) -> str:
+    """The instance for the tensors of one launch, whose ``flags & mask`` is ``kind``, by the table's present flags."""
     flags = table.fields[Field.FLAGS].numpy()
     key = flags.tobytes()
-    found = table.device_cache.get("nvrtc")
-    if isinstance(found, tuple) and found[0] == key:
-        return found[1], found[2]
-    kinds = set(flags.tolist())
-    chosen = update_instance(kinds), statistics_instance(kinds)
-    table.device_cache["nvrtc"] = (key, *chosen)
-    return chosen
+    cached = table.device_cache.get("nvrtc")
+    if not isinstance(cached, tuple) or cached[0] != key:
+        cached = table.device_cache["nvrtc"] = (key, {})
+    known: dict[object, str] = cached[1]
+    if (choose, kind) not in known:
+        known[choose, kind] = choose({flag for flag in flags.tolist() if kind in (SEVERAL_KINDS, flag & mask)})
+    return known[choose, kind]
 
 
 def _address(tensor: Tensor | None) -> int:

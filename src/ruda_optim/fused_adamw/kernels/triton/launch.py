@@ -18,8 +18,9 @@ import torch
 
 from ...errors import InvalidOption
 from .. import Kernels
+from ..block_map import SEVERAL_KINDS, STATISTICS_KIND, UPDATE_KIND, Launch
 from ..decision import check_room
-from ..device_table import STATISTICS_KIND, UPDATE_KIND, BlockMap, device_table
+from ..device_table import device_table
 from ..tables import Flag
 from .memory import GENERAL_KIND
 
@@ -228,9 +229,9 @@ def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def _kind(blocks: BlockMap) -> int:
-    """One launch serves the whole table: a kernel for its kind, or the general one if its tensors differ in kind."""
-    return blocks.ranges[0].kind if len(blocks.ranges) == 1 else GENERAL_KIND
+def _kind(part: Launch) -> int:
+    """What a launch is specialized for: the kind of its tensors, or the general kernel."""
+    return GENERAL_KIND if part.kind == SEVERAL_KINDS else part.kind
 
 
 def kernels(functions: Functions, simulate: bool) -> Kernels:
@@ -258,16 +259,15 @@ def kernels(functions: Functions, simulate: bool) -> Kernels:
             row_per_tensor = int(decision is not None)
             if decision is None:
                 coefficients, decision = copy.step_values(coefficients, inverse_scale, clip_factor)
-            memory = (copy.fields, copy.layouts, blocks.entries, coefficients, decision)
-            numbers = (len(table), row_per_tensor)
-            launch(
-                functions.update,
-                update_specialization(_kind(blocks)),
-                blocks.blocks,
-                *memory,
-                *numbers,
-                simulate=simulate,
-            )
+            for part in blocks.launches:
+                launch(
+                    functions.update,
+                    update_specialization(_kind(part)),
+                    part.blocks,
+                    *(copy.fields, copy.layouts, part.entries, coefficients, decision),
+                    *(len(table), row_per_tensor),
+                    simulate=simulate,
+                )
 
     def analyze_gradient(
         table: LaunchTable, rows: Tensor, inverse_scale: float, *, scale: Tensor | None = None
@@ -278,18 +278,15 @@ def kernels(functions: Functions, simulate: bool) -> Kernels:
             blocks = copy.blocks(table, STATISTICS_CHUNK, STATISTICS_KIND, reverse=True)
             _check_rows("analyze_gradient", "statistics rows", rows, blocks.blocks)
             copy.uses(rows)
-            memory = (copy.fields, copy.layouts, blocks.entries, rows, rows if scale is None else scale)
-            if blocks.blocks == 0:
-                return
-            numbers = (len(table), blocks.blocks, int(scale is not None), float(inverse_scale))
-            launch(
-                functions.analyze,
-                analyze_specialization(_kind(blocks)),
-                blocks.blocks,
-                *memory,
-                *numbers,
-                simulate=simulate,
-            )
+            for part in blocks.launches if blocks.blocks else ():
+                launch(
+                    functions.analyze,
+                    analyze_specialization(_kind(part)),
+                    part.blocks,
+                    *(copy.fields, copy.layouts, part.entries, rows, rows if scale is None else scale),
+                    *(len(table), blocks.blocks, int(scale is not None), float(inverse_scale)),
+                    simulate=simulate,
+                )
 
     def merge_gradient_stats_chunks(rows: Tensor, merged: Tensor, fan_in: int) -> None:
         count = rows.numel() // 3
