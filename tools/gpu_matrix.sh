@@ -21,10 +21,11 @@ environment() { # NAME PACKAGE...
     shift
     [ -f "$folder/ready" ] && return
     "$python" -m venv --clear "$folder" || exit 2
+    "$folder/bin/python" -m pip install --quiet --no-deps "$@" || exit 2
+    # Only now: pip would take what PYTHON has for installed.
     packages=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$packages/development.pth"
-    "$folder/bin/python" -m pip install --quiet --no-deps "$@" && touch "$folder/ready" ||
-        { echo "cannot install $*" >&2; exit 2; }
+    "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$packages/development.pth" &&
+        touch "$folder/ready"
 }
 
 code=0
