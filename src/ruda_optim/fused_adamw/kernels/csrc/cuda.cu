@@ -230,7 +230,8 @@ struct Share {
 
   __device__ Share(const Piece& p, float scale)
       : piece(p), variant{p.at(kFlags)}, gradient(p.pointer<const void>(kGrad)), inverse_scale(scale) {
-    held = variant.aligned() && piece.size == kChunk;
+    // The gradient's own alignment: other memory of its tensor does not matter here.
+    held = !variant.strided() && reinterpret_cast<unsigned long long>(gradient) % 16 == 0 && piece.size == kChunk;
     if (!held) return;
     if (variant.half_gradient() || variant.brain_gradient()) {
       hold<8>();
