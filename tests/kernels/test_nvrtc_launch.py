@@ -82,6 +82,8 @@ go(2**31 - 1, 1, 2, 3, 4, 5, 6, 0, 0.5)
 thread = threading.Thread(target=go, args=(7, 1, 2, 3, 4, 5, 6, 0, 0.5))
 thread.start()
 thread.join()
+torch.cuda.current_stream = lambda index: types.SimpleNamespace(cuda_stream=0)
+go(5, 1, 2, 3, 4, 5, 6, 0, 0.5)
 try:
     go(99, 1, 2, 3, 4, 5, 6, 0, 0.5)
 except RuntimeError as error:
@@ -120,13 +122,15 @@ def test_host_path_only_a_kernel_is_loaded_once(calls: list[str]) -> None:
 
 def test_host_path_only_launches_carry_their_arguments(calls: list[str]) -> None:
     launches = [line for line in calls if line.startswith("launch")]
+    legacy = "0x1"  # torch's default stream by its handle; 0 would be whatever cuda-bindings was told
     assert launches == [
-        f"launch 0x22 {blocks},1,1 {nvrtc.THREADS},1,1 0 0x5000 {arguments}"
-        for blocks, arguments in (
-            (3, "8000000000000001 20 30 4 50 60 1 0.1"),
-            (2**31 - 1, "1 2 3 4 5 6 0 0.5"),
-            (7, "1 2 3 4 5 6 0 0.5"),
-            (99, "1 2 3 4 5 6 0 0.5"),
+        f"launch 0x22 {blocks},1,1 {nvrtc.THREADS},1,1 0 {stream} {arguments}"
+        for blocks, stream, arguments in (
+            (3, "0x5000", "8000000000000001 20 30 4 50 60 1 0.1"),
+            (2**31 - 1, "0x5000", "1 2 3 4 5 6 0 0.5"),
+            (7, "0x5000", "1 2 3 4 5 6 0 0.5"),
+            (5, legacy, "1 2 3 4 5 6 0 0.5"),
+            (99, legacy, "1 2 3 4 5 6 0 0.5"),
         )
     ]
 

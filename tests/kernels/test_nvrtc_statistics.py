@@ -15,7 +15,7 @@ from ruda_optim.fused_adamw import reference
 from ruda_optim.fused_adamw.gradient_norm import GradientStats
 from ruda_optim.fused_adamw.kernels import cpu
 from ruda_optim.fused_adamw.kernels.nvrtc import launch as nvrtc
-from ruda_optim.fused_adamw.kernels.tables import LaunchTable, TensorMemory
+from ruda_optim.fused_adamw.kernels.tables import Field, Flag, LaunchTable, TensorMemory
 from ruda_optim.fused_adamw.stats_plan import StatsPlan
 
 pytestmark = pytest.mark.skipif(host_simulator.unavailable() is not None, reason=str(host_simulator.unavailable()))
@@ -182,6 +182,19 @@ def test_too_few_rows_are_refused(simulated) -> None:
         simulated.analyze_gradient(table, torch.empty(1, 3), 1.0)
     with pytest.raises(ValueError, match="room for 3 statistics rows"):
         simulated.merge_gradient_stats_chunks(torch.empty(9, 3), torch.empty(2, 3), 4)
+
+
+def test_memory_beside_the_gradient_does_not_matter(simulated) -> None:
+    """One odd parameter does not send its gradient through the slow path, whose sums have another order."""
+    gradient = values(2 * CHUNK, seed=7)
+    rows = []
+    for shift in (0, 1):
+        state = [torch.zeros(2 * CHUNK + 1)[shift:][: 2 * CHUNK] for _ in range(3)]
+        rows.append(torch.full((2, 3), torch.nan))
+        table = LaunchTable([TensorMemory(gradient, *state)], CPU)
+        assert bool(table.fields[Field.FLAGS, 0] & Flag.ALIGNED) == (shift == 0)
+        simulated.analyze_gradient(table, rows[-1], 1.0)
+    assert torch.equal(*rows)
 
 
 # --------------------------------------------------------------------------------------------- the simulator itself

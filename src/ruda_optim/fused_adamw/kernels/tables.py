@@ -42,7 +42,7 @@ class Field(IntEnum):
     FLAGS = 12  # Flag bits
     COEFFICIENTS = 13  # row of the coefficient table
     LAYOUT = 14  # offset into LaunchTable.layouts; -1 for flat memory
-    STEP = 15  # FP32 step counter on the host, or 0; no kernel reads it
+    STEP = 15  # FP32 counter of completed steps on the tensor's device, or 0; decide reads and counts it
 
 
 class Flag(IntFlag):
