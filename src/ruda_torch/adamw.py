@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer
 
-from ruda_optim.fused_adamw import InvalidOption, InvalidState
+from ruda_optim.fused_adamw import InvalidState
 
 from . import checkpoint, compiled
 from .engine import StepInputs
-from .hyperparameters import check_new_group, float_betas, group_options
+from .hyperparameters import check_arguments, check_new_group
 from .live import Live
 from .report import GradientReport, UpdateReport, update_report
 from .settings import Settings, check_grad_scale, check_group_keys, check_served
@@ -96,30 +96,14 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         settings = Settings(hierarchical_stats, max_grad_norm, check_finite, split_master)
         check_served(settings, fused_step=fused_step)
+        torchs: dict[str, Any] = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         if fused_step:
-            for name, value in (("foreach", foreach), ("fused", fused), ("differentiable", differentiable)):
-                if value:
-                    raise InvalidOption(
-                        f"{name}={value!r} chooses one of torch's steps; leave it out with fused_step=True"
-                    )
-            group_options(None, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-            betas = float_betas(betas)
+            betas = check_arguments(torchs, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._fused_step = bool(fused_step)
         self._capturable = bool(capturable)
         self._start(settings)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        numbers = (lr, betas, eps, weight_decay, amsgrad)
+        super().__init__(params, *numbers, maximize=maximize, capturable=capturable, **torchs)
         # Torch's constructor assigned an empty state and kept nothing of it.
         self._live.state_shown = self._live.tensors_shared = False
         self._announce_scaling()

@@ -17,7 +17,7 @@ from ruda_optim.fused_adamw import AdamWOptions, InvalidOption
 from ruda_optim.fused_adamw.options import HyperparameterNames, check_hyperparameters
 
 from .members import check_parameter_dtype
-from .settings import check_group_keys, check_group_switches
+from .settings import check_group_keys, check_group_switches, check_switches
 
 NAMES = HyperparameterNames("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 """What a caller calls the five numbers."""
@@ -60,6 +60,13 @@ def group_options(number: int | None, group: dict[str, Any], *, look: bool = Tru
             raise
     except InvalidOption as error:
         raise InvalidOption(f"{_where(number)}{error}") from None
+
+
+def check_arguments(switches: dict[str, Any], hyperparameters: dict[str, Any]) -> tuple[Any, Any]:
+    """Check what the constructor is given for the fused step, and return the betas in the form that torch keeps."""
+    check_switches("", switches)
+    group_options(None, hyperparameters)
+    return float_betas(hyperparameters["betas"])
 
 
 def check_new_group(number: int, group: dict[str, Any], defaults: dict[str, Any], *, capturable: bool) -> None:

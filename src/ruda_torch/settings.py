@@ -80,14 +80,18 @@ def check_group_keys(number: int, group: dict[str, Any]) -> None:
             )
 
 
+def check_switches(where: str, options: dict[str, Any]) -> None:
+    """Raise :class:`InvalidOption` for an option that chooses one of torch's steps."""
+    for name in ("foreach", "fused", "differentiable"):
+        if options.get(name):
+            raise InvalidOption(
+                f"{where}{name}={options[name]!r} chooses one of torch's steps; leave it out with fused_step=True"
+            )
+
+
 def check_group_switches(number: int, group: dict[str, Any], *, capturable: bool) -> None:
     """Raise :class:`InvalidOption` for a switch of torch's that the fused step would leave unheard."""
-    for name in ("foreach", "fused", "differentiable"):
-        if group.get(name):
-            raise InvalidOption(
-                f"group {number}: {name}={group[name]!r} chooses one of torch's steps; leave it out with "
-                "fused_step=True"
-            )
+    check_switches(f"group {number}: ", group)
     if bool(group.get("capturable", capturable)) != capturable:
         raise InvalidOption(
             f"group {number}: capturable={group['capturable']!r} is no option of a group with fused_step=True: one "
