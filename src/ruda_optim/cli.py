@@ -146,7 +146,7 @@ def _progress(done: int, total: int, what: str) -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ruda-optim",
-        description="AdamW and AMSGrad in one fused pass: what runs on this machine, and does it compute rightly?",
+        description="AdamW and AMSGrad in one fused step: what runs on this machine, and does it compute rightly?",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
