@@ -26,7 +26,7 @@ OURS = {**ADAM, "fused_step": True}
 
 
 class Phases(BaseCallback):
-    """Seconds in rollouts, and the mean return of the episodes that ended in each of them."""
+    """Processor seconds in rollouts, and the mean return of the episodes that ended in each of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Phases(BaseCallback):
         self.curve: list[float] = []
 
     def _on_rollout_start(self) -> None:
-        self._start = time.perf_counter()
+        self._start = time.process_time()
         self._returns: list[float] = []
 
     def _on_step(self) -> bool:
@@ -42,7 +42,7 @@ class Phases(BaseCallback):
         return True
 
     def _on_rollout_end(self) -> None:
-        self.rollouts += time.perf_counter() - self._start
+        self.rollouts += time.process_time() - self._start
         self.curve.append(sum(self._returns) / max(1, len(self._returns)))
 
 
@@ -62,14 +62,14 @@ def train(make: type, optimizer: type, settings: dict[str, Any], seed: int, step
     policy = {"optimizer_class": optimizer, "optimizer_kwargs": settings}
     model = make("MlpPolicy", "CartPole-v1", seed=seed, device="cpu", max_grad_norm=MAX_NORM, policy_kwargs=policy)
     phases = Phases()
-    start = time.perf_counter()
+    start = time.process_time()
     model.learn(steps, callback=phases)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     return {
         "quality": phases.curve[-1],
         "mean returns": [round(value, 2) for value in phases.curve],
-        "rollout seconds": phases.rollouts,
-        "update seconds": seconds - phases.rollouts,
+        "rollouts": phases.rollouts,
+        "updates": seconds - phases.rollouts,
     }
 
 

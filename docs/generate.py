@@ -188,28 +188,37 @@ def trainings(report: Report) -> str:
     for entry in report["trainings"]:
         by_name.setdefault(entry["optimizer"], {})[entry["seed"]] = entry
     ours = by_name[report["ours"]]
-    parts = [key for key in report["trainings"][0] if key.endswith(" seconds") and key != "cpu seconds"]
+    parts = [key for key in ("rollouts", "updates") if key in report["trainings"][0]]
 
     def spread(values: list[float], digits: str) -> str:
         low, high = min(values), max(values)
         return f"{statistics.median(values):{digits}} ({low:{digits}} to {high:{digits}})"
 
+    def ratios(mine: dict[int, dict[str, Any]]) -> list[float]:
+        return [mine[seed]["processor seconds"] / ours[seed]["processor seconds"] for seed in mine if seed in ours]
+
     rows = [
         (
             name,
             spread([entry["seconds"] for entry in mine.values()], ".1f"),
+            spread([entry["processor seconds"] for entry in mine.values()], ".1f"),
             *(f"{statistics.median(entry[part] for entry in mine.values()):.1f}" for part in parts),
-            "" if mine is ours else spread([mine[seed]["seconds"] / ours[seed]["seconds"] for seed in ours], ".2f"),
+            "" if mine is ours else spread(ratios(mine), ".2f"),
             ", ".join(f"{mine[seed]['quality']:.3g}" for seed in sorted(mine)),
         )
         for name, mine in by_name.items()
     ]
+    loads = [entry["foreign load"] for entry in report["trainings"] if entry.get("foreign load") is not None]
+    busy = f" Other processes used {statistics.median(loads):.0%} of the machine's processors." if loads else ""
     what = report["what"][:1].upper() + report["what"][1:]
-    text = (
-        f"\n{what}, {report['steps']:,} steps, {len(ours)} seeds. Seconds are medians (least to most). What came out is"
-    )
-    text += f" the {report['quality']}, seed by seed.\n\n"
-    return text + table(("Optimizer", "training", *parts, "times ours", "came out"), rows)
+    text = f"""
+{what}, {report["steps"]:,} steps, {len(ours)} seeds. Seconds, median (least to most), on the clock and of processor time,
+which are the same on an idle machine; the ratio is of processor time, with the same seed.{busy} What came out is the
+{report["quality"]}, seed by seed.
+
+"""
+    columns = ("Optimizer", "clock, s", "processor, s", *(f"{part}, s" for part in parts), "times ours", "came out")
+    return text + table(columns, rows)
 
 
 # ---- status ----------------------------------------------------------------------------------------------------------

@@ -242,9 +242,10 @@ REPORTS = {
             {
                 "optimizer": name,
                 "seed": seed,
-                "seconds": seconds,
-                "cpu seconds": 1.0,
-                "update seconds": 2.0,
+                "seconds": 9 * seconds,
+                "processor seconds": seconds,
+                "foreign load": 0.25,
+                "updates": 2.0,
                 "quality": q,
             }
             for seed, pair in enumerate([(4.0, 2.0), (9.0, 3.0), (5.0, 2.0)])
@@ -264,8 +265,9 @@ def test_generated_benchmarks_show_every_kind_of_file() -> None:
     assert "| 4 | 30 (20 to 100) |" in text
     assert "smoke test" in text
     assert "An agent, whole trainings, 2,000 steps, 3 seeds." in text
-    assert "| theirs | 5.0 (4.0 to 9.0) | 2.0 | 2.50 (2.00 to 3.00) | 10, 10, 10 |" in text
-    assert "| ours | 2.0 (2.0 to 3.0) | 2.0 |  | 20, 21, 22 |" in text
+    assert "Other processes used 25% of the machine's processors." in text
+    assert "| theirs | 45.0 (36.0 to 81.0) | 5.0 (4.0 to 9.0) | 2.0 | 2.50 (2.00 to 3.00) | 10, 10, 10 |" in text
+    assert "| ours | 18.0 (18.0 to 27.0) | 2.0 (2.0 to 3.0) | 2.0 |  | 20, 21, 22 |" in text
 
 
 def test_a_page_gets_the_tables_that_it_asks_for_and_nothing_else_of_it_changes() -> None:
