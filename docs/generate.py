@@ -212,8 +212,8 @@ def trainings(report: Report) -> str:
     busy = f" Other processes used {statistics.median(loads):.0%} of the machine's processors." if loads else ""
     what = report["what"][:1].upper() + report["what"][1:]
     text = f"""
-{what}, {report["steps"]:,} steps, {len(ours)} seeds. Seconds, median (least to most), on the clock and of processor time,
-which are the same on an idle machine; the ratio is of processor time, with the same seed.{busy} What came out is the
+{what}, {report["steps"]:,} steps, {len(ours)} seeds. Seconds, median (least to most), on the clock and of processor
+time, which are the same on an idle machine; the ratio is of processor time, with the same seed.{busy} What came out is the
 {report["quality"]}, seed by seed.
 
 """

@@ -146,6 +146,7 @@ def test_bf16_mixed_needs_our_clip(tmp_path) -> None:
         fit(tmp_path, Module(ours), precision="bf16-mixed", gradient_clip_val=MAX_NORM)
 
 
+@pytest.mark.filterwarnings("ignore::ruda_torch.report.SkippedStepsWarning")
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ruda_torch.GradScaler], ids=["torch's", "ours"])
 def test_fp16_loss_scaling(tmp_path, scaler_class) -> None:
     """Lightning turns 16-mixed into bf16-mixed on the CPU; its plugin itself works there, with any scaler."""

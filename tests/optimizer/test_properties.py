@@ -7,6 +7,7 @@ import math
 
 import cases
 import numpy as np
+import pytest
 import torch
 from hypothesis import event, given, note
 from hypothesis import strategies as st
@@ -41,6 +42,7 @@ def case_of(group, shape, scale, amsgrad, gradient_dtype="float32"):
     return cases.Case("drawn", shape, gradient_dtype, options=options, gradient_scale=scale or 1.0)
 
 
+@pytest.mark.filterwarnings("ignore::ruda_torch.report.SkippedStepsWarning")
 @given(st.data())
 def test_every_step_is_the_references_within_its_bound(data):
     """One FP32, FP16 or BF16 parameter, one to four steps, against FP64 with the error bound of ``cases.py``."""
@@ -88,6 +90,8 @@ def test_every_step_is_the_references_within_its_bound(data):
         old, previous = state, value
         factor = optimizer.last_clip_factor
         value, state = reference.adamw(value, stored, state, case.options, case.control, factor)
+        if state is None:  # an empty tensor: there is nothing to compare
+            continue
         largest = max(largest, stats.max_finite_abs)
         if overflows(previous, value, state, case.options):
             event("overflow")
