@@ -213,8 +213,8 @@ def trainings(report: Report) -> str:
     what = report["what"][:1].upper() + report["what"][1:]
     text = f"""
 {what}, {report["steps"]:,} steps, {len(ours)} seeds. Seconds, median (least to most), on the clock and of processor
-time, which are the same on an idle machine; the ratio is of processor time, with the same seed.{busy} What came out is the
-{report["quality"]}, seed by seed.
+time, which are the same on an idle machine; the ratio is of processor time, with the same seed.{busy} What came out is
+the {report["quality"]}, seed by seed.
 
 """
     columns = ("Optimizer", "clock, s", "processor, s", *(f"{part}, s" for part in parts), "times ours", "came out")
