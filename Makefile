@@ -20,7 +20,7 @@ SIMULATOR := tools/fused_adamw/host_simulator
 CPP_FILES = $(wildcard $(CSRC)/*.h $(CSRC)/*.cpp $(CSRC)/*.cu cmake/*.cpp $(SIMULATOR)/*.h $(SIMULATOR)/*.cpp)
 PYTHON_DIRS = $(wildcard src tests tools benchmarks examples cmake docs)
 
-.PHONY: venv demo test lint format bench sanitize test-nightly test-integrations docs wheel gpu regressions clean distclean
+.PHONY: venv demo test test-quick lint format bench sanitize test-nightly test-integrations docs wheel gpu regressions clean distclean
 .DELETE_ON_ERROR:
 
 # ---- environment: two steps, because the build runs inside the environment and needs what the first step installs ----
@@ -86,9 +86,15 @@ format: venv
 	$(BIN)/ruff format $(PYTHON_DIRS)
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-# One process per core, a file to a process: some files share one expensive set-up among their tests.
+# One process per core; conftest.py keeps tests that share an expensive set-up together.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
+
 test: venv
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+# Without what takes long, or several processes.
+test-quick: venv
+	$(PYTEST) -m "not slow and not distributed and not integration" $(PYTEST_ARGS)
 
 # 20,000 examples of each property instead of the 300 in `make test`, and new ones each time.
 test-nightly: venv

@@ -276,7 +276,7 @@ def _half_copy(dtype: torch.dtype) -> Callable[[torch.device], float]:
 
     def check(device: torch.device) -> float:
         master = _parameter(SIZES[-1], device)
-        copy = torch.zeros_like(master, dtype=dtype)
+        copy = master.to(dtype)
         gradient = _gradient(SIZES[-1], 0, 1.0, dtype, device)
         memory = storage.TensorMemory(
             gradient, master, torch.zeros_like(master), torch.zeros_like(master), copy=copy, first=True

@@ -32,6 +32,7 @@ VERSION = "RUDA_PTX_VERSION"
 # ------------------------------------------------------------------------------------------------------ the interpreter
 
 
+@pytest.mark.slow
 def test_the_interpreter_agrees_with_the_cpu_operator() -> None:
     """Runs tests that need TRITON_INTERPRET before Triton is imported."""
     environment = os.environ | {

@@ -317,4 +317,4 @@ class Runs(RuleBasedStateMachine):
 
 
 Runs.TestCase.settings = settings(stateful_step_count=15)
-TestRuns = Runs.TestCase
+TestRuns = pytest.mark.slow(Runs.TestCase)

@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo  # the first backward pass imports it: a second in every forked run, were it not here already
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import train_text

@@ -98,6 +98,7 @@ def test_selected_cells_and_no_others_are_run(words: list[str], count: int, tmp_
     assert (tmp_path / "quick-ratios.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_quick_run_writes_table_json_and_pictures(tmp_path: pathlib.Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # tiny tensors; leaves the machine to the other tests
     command = [sys.executable, "benchmarks/run.py", "--quick", "--output", str(tmp_path)]

@@ -247,6 +247,14 @@ def test_a_real_pytest_process(tmp_path) -> None:
     assert outcome.status == FAILED
 
 
+def test_tests_are_collected_without_the_plugins_that_happen_to_be_installed() -> None:
+    """As the suites do it; this file has a fixture that its tests share, which matters to xdist alone."""
+    command = suites.pytest("--collect-only", "tests/kernels/test_fixtures.py")
+    outcome = run(Task("fake", "tests", command, environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}))
+    assert outcome.status == PASSED, outcome.log
+    assert "32 tests collected" in outcome.log
+
+
 # --------------------------------------------------------------------------------------------- exit codes and report
 
 
@@ -505,3 +513,12 @@ def test_the_gpu_script_says_what_it_needs(words) -> None:
     done = subprocess.run(["tools/gpu.sh", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "tools/gpu.sh" in done.stderr
+
+
+def test_the_matrix_says_what_it_could_not_run() -> None:
+    command = ["tools/matrix.sh", "no-such-python:2.13.0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, "nothing ran"
+    head, row = done.stdout.splitlines()
+    assert head.split() == ["python", "torch", "status", "tests"]
+    assert re.fullmatch(r"no-such-python 2\.13\.0 +not run +no no-such-python here", row)
