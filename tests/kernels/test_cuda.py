@@ -13,7 +13,7 @@ import fixture_runs
 import numpy as np
 import pytest
 import torch
-from cuda_runs import CPU, on_cpu, place, placed, require, run_case
+from cuda_runs import CPU, DEVICE, needs_gpu, needs_hardware, on_cpu, place, placed, require, run_case
 from step_inputs import parts
 from test_nvrtc import GRADIENTS, LAYOUTS, STORES, Kind, assert_same_bits, coefficient_rows, tensors_of
 from test_nvrtc import run_case as run_case_on_cpu
@@ -33,9 +33,8 @@ from ruda_optim.fused_adamw import (
 from ruda_optim.fused_adamw.kernels import cpu
 from ruda_optim.fused_adamw.storage import Field, LaunchTable, StatisticsWorkspace, TensorMemory, select
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
+pytestmark = needs_gpu
 
-DEVICE = torch.device("cuda", 0)
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 # The longest run of FP32 additions that a square passes through in one statistics row. nvrtc: test_nvrtc_statistics.py.
 # ptx: 256 elements of a strided tensor at a time are added in a tree (8), and the 640 of them in a row of 163,840
@@ -123,6 +122,7 @@ def test_nvrtc_and_ptx_update_to_the_same_bits() -> None:
         assert_same_updates([kind], select(DEVICE, "nvrtc"), select(DEVICE, "ptx"), DEVICE)
 
 
+@needs_hardware
 def test_more_than_two_to_the_31_elements(compiler) -> None:
     numel = 2**31 + 1003
     needed = numel * (2 + 3 * 4) + GIB

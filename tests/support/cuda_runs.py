@@ -1,9 +1,14 @@
-"""What the tests on CUDA hardware run: tensors placed on the device exactly as on the CPU, and whole optimizers."""
+"""What the tests on CUDA hardware run: tensors placed on the device exactly as on the CPU, and whole optimizers.
+
+With ``RUDA_REHEARSAL=1`` the device is the CPU, and ``csrc/cuda.cu`` on the host simulator is its backend: the tests
+that need no real device are run through, so that they are not wrong themselves when somebody with a GPU runs them first.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import pathlib
 import tempfile
 from dataclasses import fields, replace
@@ -11,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import cases
 import pytest
+import simulated_backend
 import torch
 from test_nvrtc import coefficient_rows, memory_of, tensors_of
 from torch.profiler import ProfilerActivity, profile
 
 import ruda_torch
-from ruda_optim.fused_adamw import storage
-from ruda_optim.fused_adamw.storage import LaunchTable, TensorMemory
+from ruda_optim.fused_adamw import kernels, storage
+from ruda_optim.fused_adamw.storage import Field, Flag, LaunchTable, TensorMemory
+from ruda_torch import control, engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,10 +32,22 @@ if TYPE_CHECKING:
     from ruda_optim.fused_adamw.storage import Kernels
 
 CPU = torch.device("cpu")
+REHEARSAL = os.environ.get("RUDA_REHEARSAL") == "1"
+DEVICE = CPU if REHEARSAL else torch.device("cuda", 0)
+needs_gpu = pytest.mark.skipif(not REHEARSAL and not torch.cuda.is_available(), reason="needs a GPU that torch can use")
+needs_hardware = pytest.mark.skipif(REHEARSAL, reason="a rehearsal has no streams, no graphs and no profiler")
+if REHEARSAL:
+    kernels._loaded["cpu"] = simulated_backend.kernels()
+    for module in (control, engine):
+        module.on_host = lambda device: False
 
 
 def require(compiler: str) -> None:
     """Skip the running test, by name, where this compiler's kernels cannot run."""
+    if REHEARSAL:
+        if compiler != "nvrtc":
+            pytest.skip("a rehearsal is of nvrtc")
+        return
     for entry in storage.available():
         if entry.name == compiler and not entry.available:
             pytest.skip(entry.reason)
@@ -66,7 +85,7 @@ def run_case(kernels: Kernels, case: cases.Case, device: torch.device) -> list[d
         table.set_gradient(0, gradient)
         rows = coefficient_rows(case.options, completed=step - 1)
         kernels.adamw_scaled(table, rows, case.control.inverse_scale, want.clip_factor)
-        storage.advance_steps(table)
+        table.fields[Field.FLAGS] &= ~int(Flag.FIRST)
         results.append(on_cpu(kept))
     return results
 
