@@ -1,7 +1,7 @@
 """What the tests on CUDA hardware run: tensors placed on the device exactly as on the CPU, and whole optimizers.
 
 With ``RUDA_REHEARSAL=1`` the device is the CPU, and ``csrc/cuda.cu`` on the host simulator is its backend: the tests
-that need no real device are run through, so that they are not wrong themselves when somebody with a GPU runs them first.
+that need no real device are run through, so that they are not wrong themselves on the day when somebody has a GPU.
 """
 
 from __future__ import annotations
