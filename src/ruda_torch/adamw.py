@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import optimizer
 
 from ruda_optim.fused_adamw import InvalidState
 
 from . import checkpoint, compiled
 from .engine import StepInputs
 from .hyperparameters import check_arguments, check_new_group
-from .live import Live
+from .live import Live, around_step
 from .report import GradientReport, UpdateReport, update_report
 from .settings import Settings, check_grad_scale, check_group_keys, check_served
 
@@ -222,33 +220,7 @@ class AdamW(torch.optim.AdamW):
 
         Opening a range that nobody records takes longer than updating a small model, so it is left out then.
         """
-        observed = torch.optim.Optimizer.profile_hook_step(func)
-
-        def run(self: AdamW, *args: Any, **kwargs: Any) -> Any:
-            if (
-                torch.autograd.profiler._is_profiler_enabled
-                or self._optimizer_step_pre_hooks
-                or self._optimizer_step_post_hooks
-                or optimizer._global_optimizer_pre_hooks
-                or optimizer._global_optimizer_post_hooks
-            ):
-                return observed(self, *args, **kwargs)
-            return func(self, *args, **kwargs)
-
-        @functools.wraps(func)
-        def step(self: AdamW, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # which does not go on after a try block that it had to leave
-                return run(self, *args, **kwargs)
-            live = self._live
-            live.begun = False
-            try:
-                return run(self, *args, **kwargs)
-            except Exception:
-                if self._fused_step and not live.begun:  # a hook or the closure raised
-                    live.engine.abandon(self.param_groups, getattr(self, "found_inf", None))
-                raise
-
-        return step
+        return around_step(func, torch.optim.Optimizer.profile_hook_step(func))
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, grad_scale: float | Tensor | None = None
