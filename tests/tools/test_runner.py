@@ -108,6 +108,18 @@ def test_every_file_that_a_suite_names_exists() -> None:
     assert [word for word in words if not (ROOT / word).is_file()] == []
 
 
+def test_every_test_of_what_we_compute_is_in_a_suite() -> None:
+    named = {word for task in suites.tasks(list(suites.SUITES), suites.Choice(device="cuda")) for word in task.command}
+    files = {
+        str(path.relative_to(ROOT))
+        for room in ("functional", "kernels", "optimizer")
+        for path in (ROOT / "tests" / room).glob("test_*.py")
+    }
+    # Random and long runs; other packages' optimizers; the tools that compile, whose results the suite `build` checks.
+    outside = {"killed_run", "properties", "property_runs", "migration", "nvrtc_compiler", "nvrtc_launch", "ptx"}
+    assert {pathlib.Path(name).stem.removeprefix("test_") for name in files - named} == outside
+
+
 @pytest.mark.parametrize(
     "words", [["--suite", "everything"], ["--elements", "0"], ["--timeout", "0"], ["--dtype", "x"], ["--samples", "2"]]
 )

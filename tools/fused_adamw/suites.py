@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 COMPILERS = ("nvrtc", "ptx")
 # Each line is one pytest process; the names are those of tests/*/test_*.py.
 HOST = {
-    "CPU operator": "cpu_kernel cpu_statistics launch_table",
+    "CPU operator": "cpu_kernel cpu_prefetch cpu_statistics float_mode launch_table memory plan select",
     "functional API and gradient guard": "storage step guarded_step gradient_norm",
     "generic AdamW": "generic_adamw",
-    "torch API": "adamw_class adamw_refusals adamw_memory adamw_moves grad_scaler compiled",
-    "checkpoints": "checkpoint checkpoint_failures checkpoint_settings",
+    "torch API": "adamw_class adamw_memory adamw_moves adamw_refusals compiled contract fake_tensors grad_scaler "
+    "gradient_report hyperparameters masters memory_owners peer_cases peer_interface report state_shown wrappers",
+    "checkpoints": "checkpoint checkpoint_failures checkpoint_settings foreign_checkpoints",
 }
 # Reasons for skips that say nothing against a pass: the machine is what it is.
 MACHINE = (r"instruction[- ]set", r"x86-64", r"processor")
@@ -109,7 +110,7 @@ def simulate(choice: Choice) -> list[Task]:
     tasks = []
     if "nvrtc" in choice.compilers:
         # The statistics tests include the check that a deleted barrier is noticed.
-        files = tests("nvrtc nvrtc_statistics decide torch_settings engine graphs fixtures")
+        files = tests("nvrtc nvrtc_statistics decide device_table split_tables torch_settings engine graphs fixtures")
         tasks.append(Task("simulate", "simulation: CUDA source on the host simulator", pytest(*files),
                           "simulation on a CPU", "nvrtc", needs=("operator", "simulator", "pytest"), pytest=True,
                           simulation=True))  # fmt: skip
