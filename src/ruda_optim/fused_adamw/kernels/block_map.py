@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .tables import Field, Flag
+from .tables import MOMENTS_KIND, Field, Flag
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # What a kernel is specialized for; everything else is read from the table while it runs.
 _GRADIENT_KIND = Flag.GRAD_FP16 | Flag.GRAD_BF16
 STATISTICS_KIND = _GRADIENT_KIND | Flag.STRIDED
-UPDATE_KIND = STATISTICS_KIND | Flag.COPY_FP16 | Flag.COPY_BF16 | Flag.AMSGRAD | Flag.SPLIT
+UPDATE_KIND = STATISTICS_KIND | Flag.COPY_FP16 | Flag.COPY_BF16 | Flag.AMSGRAD | Flag.SPLIT | MOMENTS_KIND
 
 # A large table whose tensors are of a few kinds gets a launch for each of them: together they cost less than the
 # general kernel, which holds what every kind needs. An estimate, not measured: a launch more is some microseconds, and

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..errors import InvalidTensor
 from .memory import check_has_memory
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Field(IntEnum):
     PARAM = 0  # FP32 values read: the parameter or its master; 0 with SPLIT
     PARAM_OUT = 1  # FP32 values written; equal to PARAM for an in-place step
     GRAD = 2  # never written
-    EXP_AVG = 3
+    EXP_AVG = 3  # or the packed words
     EXP_AVG_OUT = 4
     EXP_AVG_SQ = 5
     EXP_AVG_SQ_OUT = 6
@@ -57,7 +58,12 @@ class Flag(IntFlag):
     SPLIT = 64  # the FP32 value is COPY (BF16) and REMAINDER together
     STRIDED = 128  # walk the tensors by LAYOUT
     ALIGNED = 256  # flat, and every pointer is a multiple of 16 bytes
+    MOMENTS_BF16 = 512  # neither MOMENTS bit: FP32
+    MOMENTS_PACKED = 1024  # EXP_AVG holds words of both moments; EXP_AVG_SQ is 0
 
+
+MOMENTS_KIND = Flag.MOMENTS_BF16 | Flag.MOMENTS_PACKED
+_FORMS = {0: "float32", int(Flag.MOMENTS_BF16): "bfloat16", int(Flag.MOMENTS_PACKED): "packed"}
 
 COEFFICIENTS = 10
 """FP32 numbers per row of the coefficient table."""
@@ -75,7 +81,9 @@ class TensorMemory:
     """The memory of one tensor's update. Everything has the gradient's shape and device.
 
     ``parameter`` is FP32 (the parameter itself, or its master) and ``None`` for a split master, whose value is ``copy``
-    (BF16) and ``remainder`` (16 bits) together. Moments are FP32. ``copy`` is the FP16 or BF16 parameter beside
+    (BF16) and ``remainder`` (16 bits) together. Moments are FP32, all of them, or BF16, all of them. Packed moments are
+    16-bit words in ``exp_avg`` (BF16 or int16, their bits), without ``exp_avg_sq`` and with a BF16 ``max_exp_avg_sq``:
+    ``moment_codes.py`` says how they are read. ``copy`` is the FP16 or BF16 parameter beside
     the master: it holds the master, rounded to nearest even, or what shall take the master's place, element by element;
     the kernel writes it anew. An output that is ``None`` means in place. ``first`` says that the moments' memory holds
     nothing yet. ``step`` is the FP32 host counter that ``advance_steps`` increments. Statistics need only the gradient.
@@ -168,11 +176,15 @@ class LaunchTable:
         device: the device of all of them.
         hold: keep the tensors other than gradients alive, as long as the table lives.
 
+    Raises:
+        InvalidTensor: the moments are not all of one form.
+
     Attributes:
         fields: int64 CPU tensor of shape ``(len(Field), n)``; always the same memory.
         layouts: flat int64 CPU tensor of layout records.
         revision: counts the changes of anything but the gradient pointers and ``Field.COEFFICIENTS``, so that a backend
             knows when its device copy is out of date.
+        moments: the ``MOMENTS`` bits of every tensor's flags.
         device_cache: scratch for the backend that launches this table; owned by it alone.
     """
 
@@ -189,6 +201,7 @@ class LaunchTable:
             self.fields.copy_(torch.tensor(columns, dtype=torch.int64, device="cpu").T)
         self._pack_layouts()
         self.numel = int(self.fields[Field.NUMEL].sum())
+        self.moments = self._form_of_moments()
         self._statistics_rows: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -201,6 +214,7 @@ class LaunchTable:
         chosen.fields = self.fields[:, list(columns)].contiguous()
         chosen.layouts = self.layouts
         chosen.numel = int(chosen.fields[Field.NUMEL].sum())
+        chosen.moments = self.moments
         return chosen
 
     def set_gradient(self, index: int, gradient: Tensor) -> None:
@@ -233,6 +247,16 @@ class LaunchTable:
     def rows_per_tensor(self, chunk: int) -> Tensor:
         """int64 ``(n,)``: how many of those rows are each tensor's."""
         return (self.fields[Field.NUMEL] + (chunk - 1)) // chunk
+
+    def _form_of_moments(self) -> int:
+        kinds: list[int] = (self.fields[Field.FLAGS] & MOMENTS_KIND).tolist()
+        for index, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                raise InvalidTensor(
+                    "the moments of one launch must have one form, and tensor 0 has "
+                    f"{_FORMS[kinds[0]]} moments and tensor {index} has {_FORMS[kind]} ones; launch them separately"
+                )
+        return kinds[0] if kinds else 0
 
     def _pack_layouts(self) -> None:
         flat: list[int] = []
@@ -274,6 +298,8 @@ def _column(index: int, memory: TensorMemory, record: list[int] | None) -> list[
         flags |= _COPY_FLAG[memory.copy.dtype]
     if memory.max_exp_avg_sq is not None:
         flags |= Flag.AMSGRAD
+    if memory.exp_avg is not None and memory.exp_avg.dtype is not torch.float32:
+        flags |= Flag.MOMENTS_PACKED if memory.exp_avg_sq is None else Flag.MOMENTS_BF16
     if memory.first:
         flags |= Flag.FIRST
     if memory.remainder is not None:

@@ -83,6 +83,11 @@ RUDA_HD GradientFactors gradient_factors(const Coefficients& c, float inverse_sc
   return {inverse_scale, clip_factor * c.gradient_sign};
 }
 
+// g of the formula.
+RUDA_HD float scaled_gradient(const GradientFactors& f, float stored_gradient) {
+  return stored_gradient * f.inverse_scale * f.signed_clip;
+}
+
 struct Element {
   float p, m, v, v_max;  // parameter, exp_avg, exp_avg_sq, max_exp_avg_sq (AMSGrad only)
 };
@@ -95,7 +100,7 @@ RUDA_HD float lerp(float old, float x, float weight) {
 
 template <bool AMSGRAD>
 RUDA_HD Element adamw_element(const Coefficients& c, const GradientFactors& f, float stored_gradient, Element e) {
-  const float g = stored_gradient * f.inverse_scale * f.signed_clip;
+  const float g = scaled_gradient(f, stored_gradient);
   const float gg = g * g;
   e.m = lerp(e.m, g, c.one_minus_beta1);
   // A square that overflows makes the second moment infinite, and there it stays, instead of turning into inf - inf: the

@@ -3,6 +3,7 @@
 #include "cpu_loops.h"
 
 #include "half.h"
+#include "moments.h"
 #include "statistics_blocks.h"
 
 #if defined(__clang__)
@@ -14,10 +15,14 @@
 namespace ruda {
 namespace {
 
-// The inputs and outputs of one block, all FP32 and flat. An output may be its own input, never another array's.
+// The inputs and outputs of one block, all flat; Word is how moments are stored. An output may be its own input, never
+// another array's.
+template <class Word>
 struct Block {
-  const float *p, *g, *m, *v, *v_max;
-  float *p_out, *m_out, *v_out, *v_max_out;
+  const float *p, *g;
+  const Word *m, *v, *v_max;
+  float* p_out;
+  Word *m_out, *v_out, *v_max_out;
 };
 
 // How far ahead of a loop its memory is asked for, and how often: a stretch is four cache lines of FP32. Asking beyond
@@ -25,38 +30,43 @@ struct Block {
 constexpr int64_t kAhead = 512;
 constexpr int64_t kStretch = 64;
 
-inline void prefetch_stretch(const float* from) {
-  for (int64_t i = 0; i < kStretch; i += 16) __builtin_prefetch(from + i);
+template <class T>
+inline void prefetch_stretch(const T* from) {
+  for (int64_t i = 0; i < kStretch; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
 }
 
-template <bool AMSGRAD>
-RUDA_HD void update_elements(const Coefficients& c, const GradientFactors& f, const Block& b, int64_t from, int64_t n) {
+template <class Form, bool AMSGRAD>
+RUDA_HD void update_elements(const Coefficients& c, const GradientFactors& f, unsigned seed,
+                             const Block<typename Form::Word>& b, int64_t from, int64_t n) {
+  using Word = typename Form::Word;
   RUDA_VECTORIZE
   for (int64_t i = from; i < from + n; ++i) {
-    const Element e = adamw_element<AMSGRAD>(c, f, b.g[i], {b.p[i], b.m[i], b.v[i], AMSGRAD ? b.v_max[i] : 0.0f});
-    b.p_out[i] = e.p;
-    b.m_out[i] = e.m;
-    b.v_out[i] = e.v;
-    if (AMSGRAD) b.v_max_out[i] = e.v_max;
+    Words<Word> words{b.m[i], Form::kPacked ? Word() : b.v[i], AMSGRAD ? b.v_max[i] : Word()};
+    b.p_out[i] = update_element<Form, AMSGRAD>(c, f, seed, b.g[i], b.p[i], words);
+    b.m_out[i] = words.m;
+    if (!Form::kPacked) b.v_out[i] = words.v;
+    if (AMSGRAD) b.v_max_out[i] = words.v_max;
   }
 }
 
-template <bool AMSGRAD, bool PREFETCH>
-void update_block(const Coefficients& coefficients, const GradientFactors& factors, const Block& block, int64_t n) {
+template <class Form, bool AMSGRAD, bool PREFETCH>
+void update_block(const Coefficients& coefficients, const GradientFactors& factors,
+                  const Block<typename Form::Word>& block, int64_t n) {
   // Local copies: float stores could otherwise alias the coefficients, and nothing would vectorise.
   const Coefficients c = coefficients;
   const GradientFactors f = factors;
-  const Block b = block;
+  const Block<typename Form::Word> b = block;
+  const unsigned seed = seed_of(c);
   int64_t i = 0;
   for (; PREFETCH && i + kStretch <= n; i += kStretch) {
     prefetch_stretch(b.p + i + kAhead);
     prefetch_stretch(b.g + i + kAhead);
     prefetch_stretch(b.m + i + kAhead);
-    prefetch_stretch(b.v + i + kAhead);
+    if (!Form::kPacked) prefetch_stretch(b.v + i + kAhead);
     if (AMSGRAD) prefetch_stretch(b.v_max + i + kAhead);
-    update_elements<AMSGRAD>(c, f, b, i, kStretch);
+    update_elements<Form, AMSGRAD>(c, f, seed, b, i, kStretch);
   }
-  update_elements<AMSGRAD>(c, f, b, i, n - i);
+  update_elements<Form, AMSGRAD>(c, f, seed, b, i, n - i);
 }
 
 template <class T>
@@ -164,9 +174,11 @@ struct Access {
 };
 
 // Zeros that stand for the moments of a first step, whose memory holds nothing yet.
-const float kZeros[kBlock] = {};
+alignas(64) const float kZeros[kBlock] = {};
 
-void update(const TableView& table, int64_t tensor, int64_t begin, int64_t end, const UpdateArguments& arguments) {
+template <class Form>
+void update_form(const TableView& table, int64_t tensor, int64_t begin, int64_t end, const UpdateArguments& arguments) {
+  using Word = typename Form::Word;
   const int64_t flags = table.at(kFlags, tensor);
   const int64_t row = arguments.row_per_tensor ? tensor : table.at(kCoefficientRow, tensor);
   const Coefficients& c = arguments.coefficients[row];
@@ -176,19 +188,21 @@ void update(const TableView& table, int64_t tensor, int64_t begin, int64_t end, 
   const bool split = flags & kSplit;
   const bool copy = flags & (kCopyFp16 | kCopyBf16);
   const Access access{table, tensor, (flags & kStrided) != 0};
-  const auto plain = amsgrad ? update_block<true, false> : update_block<false, false>;
-  const auto ahead = amsgrad ? update_block<true, true> : update_block<false, true>;
+  const auto plain = amsgrad ? update_block<Form, true, false> : update_block<Form, false, false>;
+  const auto ahead = amsgrad ? update_block<Form, true, true> : update_block<Form, false, true>;
   const auto run = arguments.prefetch ? ahead : plain;
+  const Word* zeros = reinterpret_cast<const Word*>(kZeros);
 
-  // FP32 everywhere and flat: nothing to stage, so the whole range is one block.
+  // Flat, and nothing to convert before the loop: the whole range is one block.
   const bool direct = !access.strided && !first && !split && !copy && !(flags & (kGradFp16 | kGradBf16));
   const int64_t block_size = direct ? end - begin : kBlock;
 
-  alignas(64) float p[kBlock], g[kBlock], m[kBlock], v[kBlock], v_max[kBlock];
+  alignas(64) float p[kBlock], g[kBlock];
+  alignas(64) Word m[kBlock], v[kBlock], v_max[kBlock];
   alignas(64) uint16_t half[kBlock], low[kBlock];
   for (int64_t at = begin; at < end; at += block_size) {
     const int64_t n = end - at < block_size ? end - at : block_size;
-    Block b{};
+    Block<Word> b{};
     if (split) {
       join_master(access.read<uint16_t>(kCopy, kRoleCopy, at, n, half),
                   access.read<uint16_t>(kRemainder, kRoleRemainder, at, n, low), p, n);
@@ -199,20 +213,22 @@ void update(const TableView& table, int64_t tensor, int64_t begin, int64_t end, 
       b.p_out = access.target<float>(kParamOut, at, p);
     }
     b.g = access.gradient(flags, at, n, arguments.prefetch, half, g);
-    b.m = first ? kZeros : access.read<float>(kExpAvg, kRoleExpAvg, at, n, m);
-    b.v = first ? kZeros : access.read<float>(kExpAvgSq, kRoleExpAvgSq, at, n, v);
-    b.m_out = access.target<float>(kExpAvgOut, at, m);
-    b.v_out = access.target<float>(kExpAvgSqOut, at, v);
+    b.m = first ? zeros : access.read<Word>(kExpAvg, kRoleExpAvg, at, n, m);
+    b.m_out = access.target<Word>(kExpAvgOut, at, m);
+    if (!Form::kPacked) {
+      b.v = first ? zeros : access.read<Word>(kExpAvgSq, kRoleExpAvgSq, at, n, v);
+      b.v_out = access.target<Word>(kExpAvgSqOut, at, v);
+    }
     if (amsgrad) {
-      b.v_max = first ? kZeros : access.read<float>(kMaxExpAvgSq, kRoleMaxExpAvgSq, at, n, v_max);
-      b.v_max_out = access.target<float>(kMaxExpAvgSqOut, at, v_max);
+      b.v_max = first ? zeros : access.read<Word>(kMaxExpAvgSq, kRoleMaxExpAvgSq, at, n, v_max);
+      b.v_max_out = access.target<Word>(kMaxExpAvgSqOut, at, v_max);
     }
 
     run(c, factors, b, n);
 
-    access.commit<float>(kExpAvgOut, kRoleExpAvg, at, n, b.m_out);
-    access.commit<float>(kExpAvgSqOut, kRoleExpAvgSq, at, n, b.v_out);
-    if (amsgrad) access.commit<float>(kMaxExpAvgSqOut, kRoleMaxExpAvgSq, at, n, b.v_max_out);
+    access.commit<Word>(kExpAvgOut, kRoleExpAvg, at, n, b.m_out);
+    if (!Form::kPacked) access.commit<Word>(kExpAvgSqOut, kRoleExpAvgSq, at, n, b.v_out);
+    if (amsgrad) access.commit<Word>(kMaxExpAvgSqOut, kRoleMaxExpAvgSq, at, n, b.v_max_out);
     if (split) {
       uint16_t* high = access.target<uint16_t>(kCopy, at, half);
       uint16_t* remainder = access.target<uint16_t>(kRemainder, at, low);
@@ -232,6 +248,14 @@ void update(const TableView& table, int64_t tensor, int64_t begin, int64_t end, 
       }
     }
   }
+}
+
+void update(const TableView& table, int64_t tensor, int64_t begin, int64_t end, const UpdateArguments& arguments) {
+  const int64_t flags = table.at(kFlags, tensor);
+  const auto run = flags & kMomentsPacked ? update_form<PackedMoments>
+                   : flags & kMomentsBf16 ? update_form<Bf16Moments>
+                                          : update_form<Fp32Moments>;
+  run(table, tensor, begin, end, arguments);
 }
 
 StatsRow analyze(const TableView& table, int64_t tensor, int64_t begin, int64_t end,

@@ -33,6 +33,8 @@ enum Flag : long long {
   kSplit = 64,
   kStrided = 128,
   kAligned = 256,
+  kMomentsBf16 = 512,
+  kMomentsPacked = 1024,
 };
 
 // The order of LAYOUT_ROLES: whose strides stand where in a layout record.
