@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import pathlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cases
 import numpy as np
@@ -122,6 +122,7 @@ def test_simulated_update_has_the_cpu_operators_bits_and_the_references_values(c
 # --------------------------------------------------------------------------------------------- every specialization
 
 GRADIENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+MOMENTS = {"float32": 0, "bfloat16": 1, "packed16": 2}
 STORES = {None: 0, torch.float16: 1, torch.bfloat16: 2, "split": 3}
 LAYOUTS = ("flat", "misaligned", "strided")
 NUMEL = CHUNK + 1003  # two chunks, the last with a tail of three elements after its groups of four
@@ -139,6 +140,7 @@ class Kind:
     first: bool = False
     out_of_place: bool = False
     numel: int = NUMEL
+    moments: str = "float32"
 
     def memory(self, seed: int = 0) -> TensorMemory:
         """Random values, some of them hard: infinities, NaN, subnormal numbers, signed zeros."""
@@ -153,14 +155,21 @@ class Kind:
             values[places] = torch.tensor(HARD[: len(places)])
             return self.placed((values.abs() if positive else values).to(dtype), generator)
 
+        def moment(*, positive: bool = False) -> torch.Tensor:
+            return tensor(torch.float32 if self.moments == "float32" else torch.bfloat16, positive=positive)
+
+        def words() -> torch.Tensor:
+            drawn = torch.randint(-32768, 32768, (self.numel,), generator=generator).to(torch.int16)
+            return self.placed(drawn, generator)
+
         def out(source: torch.Tensor | None) -> torch.Tensor | None:
             if source is None or not self.out_of_place:
                 return None
             if self.layout == "misaligned":
-                return torch.empty(self.numel + 1)[1:]
-            return torch.empty_strided(source.shape, source.stride())
+                return torch.empty(self.numel + 1, dtype=source.dtype)[1:]
+            return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
 
-        split = self.store == "split"
+        split, packed = self.store == "split", self.moments == "packed16"
         low = torch.randint(-32768, 32768, (self.numel,), generator=generator).to(torch.int16)
         copy_dtype = torch.bfloat16 if split else self.store
         parameter = None if split else tensor()
@@ -171,9 +180,9 @@ class Kind:
         memory = TensorMemory(
             gradient=tensor(self.gradient),
             parameter=parameter,
-            exp_avg=tensor(),
-            exp_avg_sq=tensor(positive=True),
-            max_exp_avg_sq=tensor(positive=True) if self.amsgrad else None,
+            exp_avg=words() if packed else moment(),
+            exp_avg_sq=None if packed else moment(positive=True),
+            max_exp_avg_sq=moment(positive=True) if self.amsgrad else None,
             copy=copy,
             remainder=self.placed(low, generator) if split else None,
             first=self.first,
@@ -205,22 +214,28 @@ def compare(kinds: list[Kind], simulated, on_cpu, *, clip: float = 0.375) -> Non
         assert_same_bits(actual, wanted)
 
 
+@pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("store", STORES, ids=str)
 @pytest.mark.parametrize("gradient", GRADIENTS, ids=str)
-def test_a_table_of_one_kind_runs_its_specialization(gradient, store, amsgrad, launcher, simulated, on_cpu) -> None:
-    flat = Kind(gradient, store, amsgrad)
-    small = Kind(gradient, store, amsgrad, numel=3)
-    misaligned = Kind(gradient, store, amsgrad, layout="misaligned", numel=1001)
-    out = Kind(gradient, store, amsgrad, out_of_place=True, numel=1030)
+def test_a_table_of_one_kind_runs_its_specialization(
+    gradient, store, amsgrad, moments, launcher, simulated, on_cpu
+) -> None:
+    flat = Kind(gradient, store, amsgrad, moments=moments)
+    small = replace(flat, numel=3)
+    misaligned = replace(flat, layout="misaligned", numel=1001)
+    out = replace(flat, out_of_place=True, numel=1030)
     launcher.launched.clear()
     compare([flat, small, misaligned, out], simulated, on_cpu)
-    assert launcher.launched == [f"ruda::update<{GRADIENTS[gradient]}, {STORES[store]}, {int(amsgrad)}>"]
+    assert launcher.launched == [
+        f"ruda::update<{GRADIENTS[gradient]}, {STORES[store]}, {int(amsgrad)}, {MOMENTS[moments]}>"
+    ]
 
 
-def test_a_table_of_every_kind_runs_one_launch(launcher, simulated, on_cpu) -> None:
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_a_table_of_every_kind_runs_one_launch(moments, launcher, simulated, on_cpu) -> None:
     kinds = [
-        Kind(gradient, store, amsgrad, layout, first, out_of_place, numel=1025)
+        Kind(gradient, store, amsgrad, layout, first, out_of_place, numel=1025, moments=moments)
         for gradient in GRADIENTS
         for store in STORES
         for amsgrad in (False, True)
@@ -229,7 +244,7 @@ def test_a_table_of_every_kind_runs_one_launch(launcher, simulated, on_cpu) -> N
     ]
     launcher.launched.clear()
     compare(kinds, simulated, on_cpu)
-    assert launcher.launched == ["ruda::update<-1, -1, -1>"]
+    assert launcher.launched == [f"ruda::update<-1, -1, -1, {MOMENTS[moments]}>"]
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
@@ -284,7 +299,7 @@ def test_more_than_two_to_the_31_elements(launcher, simulated) -> None:
             table.fields[row] -= begin * sizes.get(Field(row), 4)
     values = device_table(table).step_values(rows, 1.0, 1.0)
     blocks = torch.tensor([chunk, 0])
-    for instance in ("ruda::update<2, 2, 1>", "ruda::update<-1, -1, -1>"):
+    for instance in ("ruda::update<2, 2, 1, 0>", "ruda::update<-1, -1, -1, 0>"):
         for tensor, start in zip(actual.values(), tensors_of(kind.memory()).values(), strict=True):
             tensor.copy_(start)
         launcher(CPU, instance, 1, table.fields.data_ptr(), table.layouts.data_ptr(), blocks.data_ptr(), 1,

@@ -48,7 +48,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch):
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize(
-    "instance", ["ruda::update<0, 0, 1>", "ruda::update<-1, -1, -1>", "ruda::analyze<2>", "ruda::decide"]
+    "instance", ["ruda::update<0, 0, 1, 0>", "ruda::update<-1, -1, -1, 0>", "ruda::analyze<2>", "ruda::decide"]
 )
 def test_compiles_without_a_driver(instance: str, arch: str) -> None:
     compiled, log = nvrtc_compiler.compile_instance(instance, arch)
@@ -298,27 +298,30 @@ def test_a_driver_of_an_earlier_major_version_is_told_before_anything_is_compile
 
 def test_every_instance_that_a_table_can_ask_for_is_listed() -> None:
     known = nvrtc.instances()
-    assert len(known) == len(set(known)) == 3 * 4 * 2 + 1 + 4 + 2 + 1
+    assert len(known) == len(set(known)) == 3 * (3 * 4 * 2 + 1) + 4 + 2 + 1
     stores = (Flag(0), Flag.COPY_FP16, Flag.COPY_BF16, Flag.COPY_BF16 | Flag.SPLIT)
     for gradient in (Flag(0), Flag.GRAD_FP16, Flag.GRAD_BF16):
         for store in stores:
             for amsgrad in (Flag(0), Flag.AMSGRAD):
-                for place in (Flag(0), Flag.ALIGNED, Flag.STRIDED, Flag.FIRST):
-                    flags = int(gradient | store | amsgrad | place)
-                    assert nvrtc.update_instance({flags}) in known
-                    assert nvrtc.statistics_instance({flags}) in known
+                for moments in (Flag(0), Flag.MOMENTS_BF16, Flag.MOMENTS_PACKED):
+                    for place in (Flag(0), Flag.ALIGNED, Flag.STRIDED, Flag.FIRST):
+                        flags = int(gradient | store | amsgrad | moments | place)
+                        assert nvrtc.update_instance({flags}) in known
+                        assert nvrtc.statistics_instance({flags}) in known
 
 
 @pytest.mark.parametrize(
     ("kinds", "update", "statistics"),
     [
-        ({Flag(0)}, "0, 0, 0", "0"),
-        ({Flag(0), Flag.ALIGNED}, "0, 0, 0", "0"),
-        ({Flag.GRAD_BF16 | Flag.COPY_BF16 | Flag.SPLIT | Flag.AMSGRAD}, "2, 3, 1", "2"),
-        ({Flag.GRAD_FP16, Flag.GRAD_BF16}, "-1, -1, -1", "-1"),
-        ({Flag(0), Flag.AMSGRAD}, "-1, -1, -1", "0"),
-        ({Flag.STRIDED}, "-1, -1, -1", "-1"),
-        ({Flag.FIRST | Flag.ALIGNED}, "-1, -1, -1", "0"),
+        ({Flag(0)}, "0, 0, 0, 0", "0"),
+        ({Flag(0), Flag.ALIGNED}, "0, 0, 0, 0", "0"),
+        ({Flag.MOMENTS_BF16}, "0, 0, 0, 1", "0"),
+        ({Flag.MOMENTS_PACKED | Flag.ALIGNED, Flag.MOMENTS_PACKED | Flag.FIRST}, "-1, -1, -1, 2", "0"),
+        ({Flag.GRAD_BF16 | Flag.COPY_BF16 | Flag.SPLIT | Flag.AMSGRAD}, "2, 3, 1, 0", "2"),
+        ({Flag.GRAD_FP16, Flag.GRAD_BF16}, "-1, -1, -1, 0", "-1"),
+        ({Flag(0), Flag.AMSGRAD}, "-1, -1, -1, 0", "0"),
+        ({Flag.STRIDED}, "-1, -1, -1, 0", "-1"),
+        ({Flag.FIRST | Flag.ALIGNED}, "-1, -1, -1, 0", "0"),
     ],
 )
 def test_which_instance_serves_which_tables(kinds: set[Flag], update: str, statistics: str) -> None:
@@ -333,8 +336,10 @@ def test_which_instance_serves_which_tables(kinds: set[Flag], update: str, stati
 @pytest.mark.parametrize(
     ("instance", "arch"),
     [
-        ("ruda::update<2, 2, 1>", "sm_80"),
-        ("ruda::update<-1, -1, -1>", "sm_90"),
+        ("ruda::update<2, 2, 1, 0>", "sm_80"),
+        ("ruda::update<2, 3, 0, 1>", "sm_100"),
+        ("ruda::update<-1, -1, -1, 2>", "sm_100"),
+        ("ruda::update<-1, -1, -1, 0>", "sm_90"),
         ("ruda::analyze<-1>", "sm_100"),
         ("ruda::decide", "sm_90"),
     ],
@@ -345,7 +350,7 @@ def test_compiled_code_is_as_it_should_be(instance: str, arch: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("instance", ["ruda::update<0, 2, 1>", "ruda::analyze<2>"])
+@pytest.mark.parametrize("instance", ["ruda::update<0, 2, 1, 0>", "ruda::analyze<2>"])
 def test_without_nvdisasm_the_widths_come_from_ptx(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot_nvrtc, "disassembler", lambda: None)
     facts = aot_nvrtc.check(instance, "sm_100")
@@ -356,7 +361,7 @@ FAULTS = {
     "contraction": ("adamw_update.h", "const float gg = g * g;", "const float gg = __fmaf_rn(g, g, 0.0f);"),
     "approximate arithmetic": ("adamw_update.h", "return __fdiv_rn(a, b)", "return __fdividef(a, b)"),
     "generic address": ("cuda_memory.h", "__builtin_assume(__isGlobal(p));", ""),
-    "loads and": ("cuda.cu", "constexpr int kWidth = 4;", "constexpr int kWidth = 2;"),
+    "loads and": ("cuda.cu", "kNarrow && AMSGRAD == 0 ? 8 : 4;", "2;"),
     "bytes spilled": ("cuda.cu", "constexpr int kUpdateBlocks = 4;", "constexpr int kUpdateBlocks = 8;"),
 }
 
@@ -369,5 +374,5 @@ def test_the_check_finds(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sound in texts[name]
     texts[name] = texts[name].replace(sound, unsound)
     monkeypatch.setattr(nvrtc_compiler, "sources", lambda: texts)
-    problems = aot_nvrtc.check("ruda::update<0, 3, 1>", "sm_100").problems
+    problems = aot_nvrtc.check("ruda::update<0, 3, 1, 0>", "sm_100").problems
     assert any(fault in problem for problem in problems), problems

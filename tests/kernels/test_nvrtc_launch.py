@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="torch would load the stand-in for libcuda"),
 ]
 
-INSTANCE = "ruda::update<0, 0, 1>"
+INSTANCE = "ruda::update<0, 0, 1, 0>"
 DRIVER = r"""
 #include <stdint.h>
 #include <stdio.h>

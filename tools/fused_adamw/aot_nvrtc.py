@@ -73,8 +73,11 @@ def expected_accesses(instance: str) -> tuple[int, int]:
     """How many 128-bit loads and stores the instance must have: each array once, in the loop over aligned memory."""
     name, arguments = re.fullmatch(r"ruda::(\w+)(?:<(.*)>)?", instance).groups()
     if name == "update":
-        gradient, store, amsgrad = (int(argument) for argument in arguments.split(","))
-        fp32 = 2 + (store != 3) + (amsgrad != 0)  # moments, the parameter unless it is split, the maximum
+        gradient, store, amsgrad, moments = (int(argument) for argument in arguments.split(","))
+        words = 2 - (moments == 2) + (amsgrad != 0)  # moments and the maximum
+        if moments and gradient > 0 and store == 3 and not amsgrad:  # eight elements at a time: all memory is 16-bit
+            return words + 3, words + 2
+        fp32 = (store != 3) + (0 if moments else words)  # the parameter unless it is split
         return fp32 + (gradient in (-1, 0)), fp32
     if (
         name == "analyze"
@@ -96,8 +99,7 @@ def check(instance: str, arch: str) -> Facts:
     loads, stores = (len(re.findall(patterns[kind], text)) for kind in ("loads", "stores"))
 
     problems = []
-    name = instance.removeprefix("ruda::").partition("<")[0]
-    ceiling = REGISTERS[f"{name}<-1" if f"{name}<-1" in instance else name]
+    ceiling = next(most for kind, most in REGISTERS.items() if instance.startswith(f"ruda::{kind}"))
     if registers > ceiling:
         problems.append(f"{registers} registers, at most {ceiling}")
     if stack or any(spills):

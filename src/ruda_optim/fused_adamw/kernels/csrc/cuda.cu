@@ -1,10 +1,11 @@
-// Load, loop, store: the CUDA kernels. The arithmetic is in adamw_update.h, gradient_stats.h and half_bits.h, which the CPU
+// Load, loop, store: the CUDA kernels. The arithmetic is in adamw_update.h and the headers beside it, which the CPU
 // operator compiles too. nvrtc/compiler.py compiles one instance at a time, with contraction off; tools/fused_adamw/host_simulator
 // compiles this file unchanged for the CPU.
 #include "adamw_update.h"
 #include "cuda_memory.h"
 #include "gradient_stats.h"
 #include "half_bits.h"
+#include "moments.h"
 
 namespace ruda {
 
@@ -19,14 +20,25 @@ constexpr int kGeneralBlocks = 2;
 constexpr int kUpdateBlocks = 0;
 constexpr int kGeneralBlocks = 0;
 #endif
+constexpr int kPackedGeneralBlocks = 2;  // for packed moments, whose codes need the most
 
 // ---- update ----------------------------------------------------------------------------------------------------------
 
-template <int W>
-__device__ Pack<float, W> load_moment(bool first, const float* p) {
+template <int W, class Word>
+__device__ Pack<Word, W> load_moment(bool first, const Word* p) {
   if (first) return {};  // the memory holds nothing yet
   return load<W>(p);
 }
+
+// How moments are stored, by number. All tensors of a launch have one form.
+template <int MOMENTS>
+struct Form;
+template <>
+struct Form<0> : Fp32Moments {};
+template <>
+struct Form<1> : Bf16Moments {};
+template <>
+struct Form<2> : PackedMoments {};
 
 // Template arguments of an update instance: kAny decides per tensor, at run time. The instance that is kAny throughout also
 // serves strided tensors and first steps; the others leave them out, so that their loops hold nothing but the loop.
@@ -50,23 +62,28 @@ struct Variant {
   __device__ bool aligned() const { return flags & kAligned; }
 };
 
+template <class Word>
 struct Memory {
   const Piece& piece;
   const void* gradient;
-  const float *p, *m, *v, *v_max;
+  const float* p;
+  const Word *m, *v, *v_max;
   u16 *copy, *remainder;
 
   __device__ explicit Memory(const Piece& whole)
       : piece(whole),
         gradient(piece.pointer<const void>(kGrad)),
         p(piece.pointer<const float>(kParam)),
-        m(piece.pointer<const float>(kExpAvg)),
-        v(piece.pointer<const float>(kExpAvgSq)),
-        v_max(piece.pointer<const float>(kMaxExpAvgSq)),
+        m(piece.pointer<const Word>(kExpAvg)),
+        v(piece.pointer<const Word>(kExpAvgSq)),
+        v_max(piece.pointer<const Word>(kMaxExpAvgSq)),
         copy(piece.pointer<u16>(kCopy)),
         remainder(piece.pointer<u16>(kRemainder)) {}
 
-  __device__ float* out(Field field) const { return piece.pointer<float>(field); }
+  template <class T>
+  __device__ T* out(Field field) const {
+    return piece.pointer<T>(field);
+  }
 };
 
 template <int W, class V>
@@ -84,11 +101,12 @@ __device__ Pack<float, W> load_gradient(const V& variant, const void* gradient, 
   return g;
 }
 
-template <int W, class V, class Offsets>
-__device__ void update_elements(const V& variant, const Memory& memory, const Offsets& at, const Coefficients& c,
-                                const GradientFactors& f) {
+template <int W, class Form, class V, class Offsets>
+__device__ void update_elements(const V& variant, const Memory<typename Form::Word>& memory, const Offsets& at,
+                                const Coefficients& c, const GradientFactors& f, unsigned seed) {
+  using Word = typename Form::Word;
   const Pack<float, W> g = load_gradient<W>(variant, memory.gradient, at[kRoleGrad]);
-  Pack<float, W> p, v_max{};
+  Pack<float, W> p;
   if (variant.split()) {
     const Pack<u16, W> high = load<W>(memory.copy + at[kRoleCopy]);
     const Pack<u16, W> low = load<W>(memory.remainder + at[kRoleRemainder]);
@@ -106,27 +124,26 @@ __device__ void update_elements(const V& variant, const Memory& memory, const Of
       for (int j = 0; j < W; ++j) p.x[j] = follow_bf16(p.x[j], written.x[j]);
     }
   }
-  Pack<float, W> m = load_moment<W>(variant.first(), memory.m + at[kRoleExpAvg]);
-  Pack<float, W> v = load_moment<W>(variant.first(), memory.v + at[kRoleExpAvgSq]);
+  Pack<Word, W> m = load_moment<W>(variant.first(), memory.m + at[kRoleExpAvg]), v{}, v_max{};
+  if (!Form::kPacked) v = load_moment<W>(variant.first(), memory.v + at[kRoleExpAvgSq]);
   if (variant.amsgrad()) v_max = load_moment<W>(variant.first(), memory.v_max + at[kRoleMaxExpAvgSq]);
 
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    const Element old{p.x[j], m.x[j], v.x[j], v_max.x[j]};
-    const Element e =
-        variant.amsgrad() ? adamw_element<true>(c, f, g.x[j], old) : adamw_element<false>(c, f, g.x[j], old);
-    p.x[j] = e.p;
-    m.x[j] = e.m;
-    v.x[j] = e.v;
-    v_max.x[j] = e.v_max;
+    Words<Word> words{m.x[j], v.x[j], v_max.x[j]};
+    p.x[j] = variant.amsgrad() ? update_element<Form, true>(c, f, seed, g.x[j], p.x[j], words)
+                               : update_element<Form, false>(c, f, seed, g.x[j], p.x[j], words);
+    m.x[j] = words.m;
+    v.x[j] = words.v;
+    v_max.x[j] = words.v_max;
   }
 
   // The output pointers are read here, from the cache, each time: kept through the loop they would take eight registers more,
   // enough to spill on sm_100. The empty instruction keeps the compiler from moving the reads out of the loop.
   asm volatile("" ::: "memory");
-  store(memory.out(kExpAvgOut) + at[kRoleExpAvg], m);
-  store(memory.out(kExpAvgSqOut) + at[kRoleExpAvgSq], v);
-  if (variant.amsgrad()) store(memory.out(kMaxExpAvgSqOut) + at[kRoleMaxExpAvgSq], v_max);
+  store(memory.template out<Word>(kExpAvgOut) + at[kRoleExpAvg], m);
+  if (!Form::kPacked) store(memory.template out<Word>(kExpAvgSqOut) + at[kRoleExpAvgSq], v);
+  if (variant.amsgrad()) store(memory.template out<Word>(kMaxExpAvgSqOut) + at[kRoleMaxExpAvgSq], v_max);
   if (variant.split()) {
     Pack<u16, W> high, low;
 #pragma unroll
@@ -139,7 +156,7 @@ __device__ void update_elements(const V& variant, const Memory& memory, const Of
     store(memory.remainder + at[kRoleRemainder], low);
     return;
   }
-  store(memory.out(kParamOut) + at[kRoleParam], p);
+  store(memory.template out<float>(kParamOut) + at[kRoleParam], p);
   if (variant.half_copy() || variant.brain_copy()) {
     Pack<u16, W> copy;
 #pragma unroll
@@ -150,35 +167,40 @@ __device__ void update_elements(const V& variant, const Memory& memory, const Of
 
 // One block per chunk. `decision` is (skip, clip factor, inverse scale, 0). Tensor i takes row kCoefficientRow of
 // `coefficients`, or row i if `decide` wrote them.
-template <int GRADIENT, int STORE, int AMSGRAD>
-__global__ void __launch_bounds__(kThreads, GRADIENT == kAny ? kGeneralBlocks : kUpdateBlocks)
+template <int GRADIENT, int STORE, int AMSGRAD, int MOMENTS>
+__global__ void __launch_bounds__(kThreads, GRADIENT != kAny ? kUpdateBlocks
+                                            : MOMENTS == 2   ? kPackedGeneralBlocks
+                                                             : kGeneralBlocks)
     update(const long long* fields, const long long* layouts, const long long* blocks, long long count,
            const Coefficients* coefficients, const float* decision, int row_per_tensor) {
   if (decision[0] != 0.0f) return;
   const Piece piece(Table{fields, layouts, blocks, count}, blockIdx.x);
   const Variant<GRADIENT, STORE, AMSGRAD> variant{piece.at(kFlags)};
-  const Memory memory(piece);
+  const Memory<typename Form<MOMENTS>::Word> memory(piece);
   const Coefficients c = coefficients[row_per_tensor ? piece.tensor : piece.at(kCoefficientRow)];
   const GradientFactors f = gradient_factors(c, decision[2], decision[1]);
+  const unsigned seed = seed_of(c);
   const int thread = static_cast<int>(threadIdx.x);
 
   if (variant.strided()) {
 #pragma unroll 1
     for (int i = thread; i < piece.size; i += kThreads) {
-      update_elements<1>(variant, memory, Strided(piece.layout, piece.begin + i), c, f);
+      update_elements<1, Form<MOMENTS>>(variant, memory, Strided(piece.layout, piece.begin + i), c, f, seed);
     }
     return;
   }
-  // Four elements are 16 bytes of FP32. The rest of the tensor, or all of a misaligned one, goes one by one.
-  constexpr int kWidth = 4;
+  // Four elements are 16 bytes of FP32; eight are 16 bytes where all memory is 16 bits wide, unless that needs too many
+  // registers. The rest of the tensor, or all of a misaligned one, goes one by one.
+  constexpr bool kNarrow = MOMENTS != 0 && GRADIENT > kFloat && STORE == kSplitMaster;
+  constexpr int kWidth = kNarrow && AMSGRAD == 0 ? 8 : 4;
   const int packed = variant.aligned() ? piece.size / kWidth * kWidth : 0;
 #pragma unroll 1
   for (int i = thread * kWidth; i < packed; i += kThreads * kWidth) {
-    update_elements<kWidth>(variant, memory, Flat{piece.begin + i}, c, f);
+    update_elements<kWidth, Form<MOMENTS>>(variant, memory, Flat{piece.begin + i}, c, f, seed);
   }
 #pragma unroll 1
   for (int i = packed + thread; i < piece.size; i += kThreads) {
-    update_elements<1>(variant, memory, Flat{piece.begin + i}, c, f);
+    update_elements<1, Form<MOMENTS>>(variant, memory, Flat{piece.begin + i}, c, f, seed);
   }
 }
 

@@ -20,7 +20,7 @@ from typing import Literal
 
 CACHE_VARIABLE = "RUDA_CACHE_DIR"
 SOURCE = "cuda.cu"
-HEADERS = ("adamw_update.h", "cuda_memory.h", "gradient_stats.h", "half_bits.h", "table.h")
+HEADERS = ("adamw_update.h", "cuda_memory.h", "gradient_stats.h", "half_bits.h", "moments.h", "table.h")
 # Contraction off: one rounding per operation, the same bits as the CPU operator. NVRTC's division and square root are
 # IEEE's and it keeps subnormal numbers unless told otherwise.
 OPTIONS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space")
@@ -118,7 +118,7 @@ def architecture(major: int, minor: int) -> str:
 
 
 def cubin(instance: str, arch: str) -> Cubin:
-    """The kernel ``instance``, for example ``ruda::update<0, 0, 1>``, for ``arch``, from the disk or from NVRTC.
+    """The kernel ``instance``, for example ``ruda::update<0, 0, 1, 0>``, for ``arch``, from the disk or from NVRTC.
 
     Raises:
         RuntimeError: NVRTC refused the source; the message holds its log.

@@ -17,7 +17,7 @@ from .. import Kernels
 from ..block_map import SEVERAL_KINDS, STATISTICS_KIND, UPDATE_KIND
 from ..decision import check_room
 from ..device_table import device_table
-from ..tables import Field, Flag
+from ..tables import MOMENTS_KIND, Field, Flag
 from .compiler import architecture, cubin, driver_too_old, missing_toolchain
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ _GRADIENT = {Flag(0): 0, Flag.GRAD_FP16: 1, Flag.GRAD_BF16: 2}
 _STORE = {Flag(0): 0, Flag.COPY_FP16: 1, Flag.COPY_BF16: 2, Flag.COPY_BF16 | Flag.SPLIT: 3}
 _GRADIENT_KIND = Flag.GRAD_FP16 | Flag.GRAD_BF16
 _STORE_KIND = Flag.COPY_FP16 | Flag.COPY_BF16 | Flag.SPLIT
-_GENERAL = (_ANY, _ANY, _ANY)
+_MOMENTS = {Flag(0): 0, Flag.MOMENTS_BF16: 1, Flag.MOMENTS_PACKED: 2}
+_UPDATE = "ruda::update<{}, {}, {}, {}>"
 
 _MERGE_ROWS, _MERGE_REPORT = "ruda::merge<false>", "ruda::merge<true>"
 _DECIDE = "ruda::decide"
@@ -95,12 +96,11 @@ class Launcher(Protocol):
 def update_instance(kinds: set[int]) -> str:
     """The update kernel for tensors whose ``Field.FLAGS`` are ``kinds``: specialized if all of them are alike."""
     alike = {kind & (UPDATE_KIND | Flag.FIRST) for kind in kinds}
-    arguments = _GENERAL
-    if len(alike) == 1:
-        kind = Flag(alike.pop())
-        if not kind & (Flag.STRIDED | Flag.FIRST):
-            arguments = (_GRADIENT[kind & _GRADIENT_KIND], _STORE[kind & _STORE_KIND], int(bool(kind & Flag.AMSGRAD)))
-    return "ruda::update<{}, {}, {}>".format(*arguments)
+    kind = Flag(next(iter(alike)))
+    arguments = _ANY, _ANY, _ANY
+    if len(alike) == 1 and not kind & (Flag.STRIDED | Flag.FIRST):
+        arguments = _GRADIENT[kind & _GRADIENT_KIND], _STORE[kind & _STORE_KIND], int(bool(kind & Flag.AMSGRAD))
+    return _UPDATE.format(*arguments, _MOMENTS[kind & MOMENTS_KIND])  # one form of moments in every launch
 
 
 def statistics_instance(kinds: set[int]) -> str:
@@ -113,8 +113,9 @@ def statistics_instance(kinds: set[int]) -> str:
 def instances() -> tuple[str, ...]:
     """Every kernel instance that the library can ask for."""
     update = [(g, s, a) for g in _GRADIENT.values() for s in _STORE.values() for a in (0, 1)]
+    update.append((_ANY, _ANY, _ANY))
     return (
-        *("ruda::update<{}, {}, {}>".format(*arguments) for arguments in (*update, _GENERAL)),
+        *(_UPDATE.format(*arguments, moments) for moments in _MOMENTS.values() for arguments in update),
         *(f"ruda::analyze<{gradient}>" for gradient in (*_GRADIENT.values(), _ANY)),
         _MERGE_ROWS,
         _MERGE_REPORT,
