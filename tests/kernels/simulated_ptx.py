@@ -68,6 +68,7 @@ def tensors(
     out_of_place: bool = False,
     offset: int = 0,
     seed: int = 0,
+    moments: str = "float32",
 ) -> TensorMemory:
     """Random memory; ``offset``: elements between an aligned address and every tensor."""
     generator = torch.Generator().manual_seed(seed)
@@ -77,9 +78,20 @@ def tensors(
         return torch.randn(numel + offset, generator=generator).to(dtype)[offset:].view(shape)
 
     def empty(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.full((numel + offset,), NAN, dtype=dtype)[offset:].view(shape)
+        return torch.full((numel + offset,), NAN if dtype.is_floating_point else 77, dtype=dtype)[offset:].view(shape)
 
-    moment = empty if first else lambda: normal().abs()
+    stored = torch.float32 if moments == "float32" else torch.bfloat16
+    packed = moments == "packed16"
+
+    def moment(*, positive: bool = True) -> torch.Tensor:
+        if first:
+            return empty(stored)
+        return (normal().abs() if positive else normal()).to(stored)
+
+    def words() -> torch.Tensor:
+        drawn = torch.randint(-(2**15), 2**15, (numel + offset,), generator=generator, dtype=torch.int16)
+        return drawn[offset:].view(shape)
+
     parameter = None if split else normal()
     half = None if copy_dtype is None else normal(copy_dtype)
     if parameter is not None and half is not None:  # most elements as the last step left them, the others written
@@ -88,8 +100,8 @@ def tensors(
     memory = TensorMemory(
         gradient=normal(gradient_dtype),
         parameter=parameter,
-        exp_avg=empty() if first else normal(),
-        exp_avg_sq=moment(),
+        exp_avg=words() if packed else moment(positive=False),
+        exp_avg_sq=None if packed else moment(),
         max_exp_avg_sq=moment() if amsgrad else None,
         copy=half,
         first=first,
@@ -98,8 +110,9 @@ def tensors(
         low = torch.randint(-(2**15), 2**15, (numel + offset,), generator=generator, dtype=torch.int16)
         memory.remainder = low[offset:].view(shape)
     if out_of_place:
-        memory.parameter_out, memory.exp_avg_out, memory.exp_avg_sq_out = empty(), empty(), empty()
-        memory.max_exp_avg_sq_out = empty() if amsgrad else None
+        memory.parameter_out, memory.exp_avg_out = empty(), empty(memory.exp_avg.dtype)
+        memory.exp_avg_sq_out = None if packed else empty(stored)
+        memory.max_exp_avg_sq_out = empty(stored) if amsgrad else None
     return memory
 
 
@@ -185,6 +198,37 @@ def test_all_kinds_in_one_table(offset: int, out_of_place: bool) -> None:
     update_both(memories, f"offset {offset}")
     for i in range(0, len(memories), 7):
         update_both([memories[i]], f"offset {offset}, tensor {i} alone")
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("moments", ["bfloat16", "packed16"])
+def test_moments_in_16_bits(moments: str, amsgrad: bool) -> None:
+    """Alone and in one table: every kind of tensor, with hard values, in every place of a block."""
+    memories = []
+    for gradient in (torch.float32, torch.float16, torch.bfloat16):
+        for half, split in ((None, False), (torch.float16, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+            for offset, first in ((0, False), (0, True), (1, False)):
+                memory = tensors(
+                    *((1031,), gradient, half),
+                    amsgrad=amsgrad,
+                    split=split,
+                    first=first,
+                    offset=offset,
+                    out_of_place=offset == 1 and not split,
+                    seed=len(memories),
+                    moments=moments,
+                )
+                memory.gradient[:8] = torch.tensor([NAN, float("inf"), -float("inf"), 3e38, 1e-44, 0.0, -0.0, 1e19])
+                if memory.parameter is not None:
+                    memory.parameter[8:11] = torch.tensor([NAN, -NAN, float("inf")])
+                memories.append(memory)
+    wide = tensors((40, 33), torch.bfloat16, amsgrad=amsgrad, moments=moments)
+    wide.exp_avg = wide.exp_avg.t().contiguous().t()
+    wide.gradient = torch.randn(40, 66).bfloat16()[:, ::2]
+    memories.append(wide)
+    update_both(memories, "all kinds")
+    for memory in memories[::4]:
+        update_both([memory], f"{memory.gradient.dtype}, {memory.copy is not None}", clip=1.0, inverse_scale=1.0)
 
 
 @pytest.mark.parametrize("gradient", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -461,4 +505,4 @@ def test_flags_that_specialize_a_kernel_are_those_that_change_with_shape_and_dty
     """FIRST and ALIGNED change from step to step: neither may cause a compilation."""
     assert not block_map.UPDATE_KIND & (Flag.FIRST | Flag.ALIGNED)
     kinds = {dict(s.constants)["KIND"] for s in ptx_launch.every_specialization()["update"]}
-    assert len(kinds) == 48 + 1  # and the general one
+    assert len(kinds) == 3 * (48 + 1)  # and a general one for each form of moments

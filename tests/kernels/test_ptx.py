@@ -61,6 +61,8 @@ def test_a_simulated_record_needs_the_interpreter() -> None:
         ("update", Flag.AMSGRAD),
         ("update", Flag.GRAD_BF16 | Flag.COPY_BF16 | Flag.SPLIT),
         ("update", Flag.GRAD_FP16 | Flag.COPY_BF16 | Flag.AMSGRAD | Flag.STRIDED),
+        ("update", Flag.GRAD_BF16 | Flag.COPY_BF16 | Flag.SPLIT | Flag.MOMENTS_PACKED),
+        ("update", Flag.MOMENTS_BF16 | Flag.AMSGRAD),
         ("update", ptx_launch.GENERAL_KIND),
         ("analyze", Flag.GRAD_BF16),
         ("analyze", ptx_launch.GENERAL_KIND),
@@ -70,7 +72,7 @@ def test_a_simulated_record_needs_the_interpreter() -> None:
     ids=str,
 )
 def test_compiled_kernels_are_what_they_should_be(name: str, kind: object, target: str) -> None:
-    """Eight of the 59 kernels of a target; `make gpu`'s and the runner's `build` suite compile all of them."""
+    """Ten of the kernels of a target; `make gpu`'s and the runner's `build` suite compile all of them."""
     specialization = {
         "update": ptx_launch.update_specialization,
         "analyze": ptx_launch.analyze_specialization,

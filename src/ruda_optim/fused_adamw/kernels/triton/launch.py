@@ -72,7 +72,8 @@ class Specialization:
 
 @functools.cache
 def update_specialization(kind: int) -> Specialization:
-    """The update of tensors whose ``flags & UPDATE_KIND`` is ``kind``, or of any (``GENERAL_KIND``)."""
+    """The update of tensors whose ``flags & UPDATE_KIND`` is ``kind``, or of any with the form of moments in ``kind``
+    (``GENERAL_KIND | form``)."""
     tail = STRIDED_TAIL if kind & (Flag.STRIDED | GENERAL_KIND) else UPDATE_TAIL
     return Specialization((("KIND", kind), ("CHUNK", UPDATE_CHUNK), ("BLOCK", UPDATE_BLOCK), ("TAIL", tail)))
 
@@ -103,10 +104,12 @@ def every_specialization() -> dict[str, list[Specialization]]:
     gradients = (0, int(Flag.GRAD_FP16), int(Flag.GRAD_BF16))
     copies = (0, int(Flag.COPY_FP16), int(Flag.COPY_BF16), int(Flag.COPY_BF16 | Flag.SPLIT))
     amsgrad = (0, int(Flag.AMSGRAD))
-    updates = [g | c | a | s for s in strided for g in gradients for c in copies for a in amsgrad]
+    moments = (0, int(Flag.MOMENTS_BF16), int(Flag.MOMENTS_PACKED))
+    updates = [g | c | a | s | m for m in moments for s in strided for g in gradients for c in copies for a in amsgrad]
+    updates += [GENERAL_KIND | m for m in moments]
     statistics = [g | s for s in strided for g in gradients]
     return {
-        "update": [update_specialization(kind) for kind in (*updates, GENERAL_KIND)],
+        "update": [update_specialization(kind) for kind in updates],
         "analyze": [analyze_specialization(kind) for kind in (*statistics, GENERAL_KIND)],
         "merge": [merge_specialization(False), merge_specialization(True)],
         "decide": [DECIDE],
@@ -229,9 +232,10 @@ def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def _kind(part: Launch) -> int:
-    """What a launch is specialized for: the kind of its tensors, or the general kernel."""
-    return GENERAL_KIND if part.kind == SEVERAL_KINDS else part.kind
+def _kind(part: Launch, shared: int = 0) -> int:
+    """What a launch is specialized for: the kind of its tensors, or the general kernel with the bits ``shared``, which
+    all tensors of a table have in common."""
+    return GENERAL_KIND | shared if part.kind == SEVERAL_KINDS else part.kind
 
 
 def kernels(functions: Functions, simulate: bool) -> Kernels:
@@ -262,7 +266,7 @@ def kernels(functions: Functions, simulate: bool) -> Kernels:
             for part in blocks.launches:
                 launch(
                     functions.update,
-                    update_specialization(_kind(part)),
+                    update_specialization(_kind(part, table.moments)),
                     part.blocks,
                     *(copy.fields, copy.layouts, part.entries, coefficients, decision),
                     *(len(table), row_per_tensor),

@@ -42,8 +42,11 @@ FIRST = tl.constexpr(int(Flag.FIRST))
 SPLIT = tl.constexpr(int(Flag.SPLIT))
 STRIDED = tl.constexpr(int(Flag.STRIDED))
 ALIGNED = tl.constexpr(int(Flag.ALIGNED))
+MOMENTS_BF16 = tl.constexpr(int(Flag.MOMENTS_BF16))
+MOMENTS_PACKED = tl.constexpr(int(Flag.MOMENTS_PACKED))
 
-# Instead of a kind: every tensor's kind is read from its flags while the kernel runs. For tables of mixed kinds.
+# Instead of a kind: a kernel reads each tensor's kind from its flags while it runs. For tables of mixed kinds; the form
+# of the moments, which all tensors of a table share, comes with it.
 GENERAL_KIND = 1 << 20
 GENERAL = tl.constexpr(GENERAL_KIND)
 
@@ -278,6 +281,8 @@ def read_coefficients(c):
         tl.load(c + 5),
         tl.load(c + 6),
         tl.load(c + 7),
+        tl.load(c + 8),
+        tl.load(c + 9),
     )
 
 

@@ -35,10 +35,6 @@ from .memory import (
     COPY,
     COPY_BF16,
     COPY_FP16,
-    EXP_AVG,
-    EXP_AVG_OUT,
-    EXP_AVG_SQ,
-    EXP_AVG_SQ_OUT,
     FIRST,
     FLAGS,
     GENERAL,
@@ -74,6 +70,15 @@ from .memory import (
     write,
     write_if,
 )
+from .moments import (
+    decode_maximum,
+    dither,
+    larger_maximum,
+    maximum_pointer,
+    read_moments,
+    seed_of,
+    write_moments,
+)
 from .statistics import analyze_kernel, merge_kernel
 
 # ---- update ----------------------------------------------------------------------------------------------------------
@@ -88,10 +93,9 @@ def lerp(old, x, weight):
 
 
 @triton.jit
-def _adamw_element(c, inverse_scale, signed_clip, g, p, m, v, v_max, AMSGRAD: tl.constexpr):
-    """csrc/adamw_update.h, adamw_element. ``c`` is a row of coefficients: lr, lr * weight_decay, 1 - beta1,
-    1 - beta2, 1 / (1 - beta1^t), 1 / (1 - beta2^t), epsilon, gradient sign."""
-    g = g * inverse_scale * signed_clip
+def _adamw_element(c, g, p, m, v, v_max, AMSGRAD: tl.constexpr):
+    """csrc/adamw_update.h, adamw_element, from the scaled gradient on. ``c`` is a row of coefficients: lr,
+    lr * weight_decay, 1 - beta1, 1 - beta2, 1 / (1 - beta1^t), 1 / (1 - beta2^t), epsilon, gradient sign, seed."""
     gg = g * g
     m = lerp(m, g, c[2])
     # A square that overflows makes v infinite, and there it stays, instead of turning into inf - inf.
@@ -104,7 +108,7 @@ def _adamw_element(c, inverse_scale, signed_clip, g, p, m, v, v_max, AMSGRAD: tl
         v_used = v
     denominator = tl.sqrt_rn(v_used * c[5]) + c[6]
     p -= c[1] * p + tl.div_rn(c[0] * (m * c[4]), denominator)
-    return p, m, v, v_max
+    return p, m, v
 
 
 @triton.jit
@@ -120,10 +124,11 @@ def _update_block(
         start = base
     present = 1 - tl.where(has(flags, FIRST) != 0, 1, 0)
     g = read_gradient(gradient_pointer(a[GRAD], KIND, VECTOR) + start, at_g, mask, KIND, VECTOR)
-    m = read_if(typed_pointer(a[EXP_AVG], tl.float32, VECTOR) + start, at_m, mask, present, VECTOR)
-    v = read_if(typed_pointer(a[EXP_AVG_SQ], tl.float32, VECTOR) + start, at_v, mask, present, VECTOR)
+    g = g * inverse_scale * signed_clip
+    m, v = read_moments(a, start, at_m, at_v, mask, present, KIND, VECTOR)
     if AMSGRAD & KIND:
-        v_max = read_if(typed_pointer(a[MAX_EXP_AVG_SQ], tl.float32, VECTOR) + start, at_x, mask, present, VECTOR)
+        maximum = maximum_pointer(a[MAX_EXP_AVG_SQ], KIND, VECTOR) + start
+        v_max = decode_maximum(read_if(maximum, at_x, mask, present, VECTOR), KIND)
     else:
         v_max = v
     if SPLIT & KIND:
@@ -136,12 +141,13 @@ def _update_block(
             parameter = read(typed_pointer(a[COPY], tl.int16, VECTOR) + start, at_copy, mask, VECTOR)
             p = follow_fp16(p, parameter) if COPY_FP16 & KIND else follow_bf16(p, parameter)
 
-    p, m, v, v_max = _adamw_element(c, inverse_scale, signed_clip, g, p, m, v, v_max, (AMSGRAD & KIND) != 0)
+    r = dither(p, g, seed_of(c))
+    p, m, v = _adamw_element(c, g, p, m, v, v_max, (AMSGRAD & KIND) != 0)
 
-    write(typed_pointer(a[EXP_AVG_OUT], tl.float32, VECTOR) + start, at_m, m, mask, VECTOR)
-    write(typed_pointer(a[EXP_AVG_SQ_OUT], tl.float32, VECTOR) + start, at_v, v, mask, VECTOR)
+    stored_v = write_moments(a, start, at_m, at_v, m, v, r, mask, KIND, VECTOR)
     if AMSGRAD & KIND:
-        write(typed_pointer(a[MAX_EXP_AVG_SQ_OUT], tl.float32, VECTOR) + start, at_x, v_max, mask, VECTOR)
+        maximum_out = maximum_pointer(a[MAX_EXP_AVG_SQ_OUT], KIND, VECTOR) + start
+        write(maximum_out, at_x, larger_maximum(stored_v, v_max, KIND), mask, VECTOR)
     if SPLIT & KIND:
         high_half, low_half = split_master(p)
         write(high, at_copy, high_half, mask, VECTOR)
@@ -167,6 +173,7 @@ def _update_general_block(
     inverse_scale,
     signed_clip,
     WALK: tl.constexpr,
+    KIND: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """_update_block for tensors of any kind: accesses that a tensor does not have are masked off. WALK: by layout."""
@@ -183,10 +190,10 @@ def _update_general_block(
     half = typed_pointer(a[COPY], tl.int16, VECTOR) + start
     low = typed_pointer(a[REMAINDER], tl.int16, VECTOR) + start
     g = read_general_gradient(a[GRAD], start, at_g, mask, flags, VECTOR)
-    m = read_if(typed_pointer(a[EXP_AVG], tl.float32, VECTOR) + start, at_m, mask, present, VECTOR)
-    v = read_if(typed_pointer(a[EXP_AVG_SQ], tl.float32, VECTOR) + start, at_v, mask, present, VECTOR)
-    maximum = typed_pointer(a[MAX_EXP_AVG_SQ], tl.float32, VECTOR) + start
-    v_max = read_if(maximum, at_x, mask, amsgrad * present, VECTOR)
+    g = g * inverse_scale * signed_clip
+    m, v = read_moments(a, start, at_m, at_v, mask, present, KIND, VECTOR)
+    maximum = maximum_pointer(a[MAX_EXP_AVG_SQ], KIND, VECTOR) + start
+    v_max = decode_maximum(read_if(maximum, at_x, mask, amsgrad * present, VECTOR), KIND)
     v_max = tl.where(amsgrad != 0, v_max, -INFINITY)  # below every second moment, so that the maximum is the new one
     parameter = read_if(half, at_copy, mask, has(flags, COPY_FP16 | COPY_BF16), VECTOR)
     joined = join_master(parameter, read_if(low, at_low, mask, split, VECTOR))
@@ -195,12 +202,12 @@ def _update_general_block(
     p = tl.where(has(flags, COPY_BF16) != 0, follow_bf16(p, parameter), p)
     p = tl.where(split != 0, joined, p)
 
-    p, m, v, v_max = _adamw_element(c, inverse_scale, signed_clip, g, p, m, v, v_max, True)
+    r = dither(p, g, seed_of(c))
+    p, m, v = _adamw_element(c, g, p, m, v, v_max, True)
 
-    write(typed_pointer(a[EXP_AVG_OUT], tl.float32, VECTOR) + start, at_m, m, mask, VECTOR)
-    write(typed_pointer(a[EXP_AVG_SQ_OUT], tl.float32, VECTOR) + start, at_v, v, mask, VECTOR)
-    maximum_out = typed_pointer(a[MAX_EXP_AVG_SQ_OUT], tl.float32, VECTOR) + start
-    write_if(maximum_out, at_x, v_max, mask, amsgrad, VECTOR)
+    stored_v = write_moments(a, start, at_m, at_v, m, v, r, mask, KIND, VECTOR)
+    maximum_out = maximum_pointer(a[MAX_EXP_AVG_SQ_OUT], KIND, VECTOR) + start
+    write_if(maximum_out, at_x, larger_maximum(stored_v, v_max, KIND), mask, amsgrad, VECTOR)
     write_if(typed_pointer(a[PARAM_OUT], tl.float32, VECTOR) + start, at_p, p, mask, whole, VECTOR)
     high_half, low_half = split_master(p)
     write_if(low, at_low, low_half, mask, split, VECTOR)
@@ -250,7 +257,7 @@ def update_kernel(
             at = b * BLOCK + tl.arange(0, BLOCK)
             if GENERAL & KIND:
                 _update_general_block(
-                    a, base, at, at < count, layout, flags, c, inverse_scale, signed_clip, False, True
+                    a, base, at, at < count, layout, flags, c, inverse_scale, signed_clip, False, KIND, True
                 )
             else:
                 _update_block(a, base, at, at < count, layout, flags, c, inverse_scale, signed_clip, KIND, True)
@@ -259,10 +266,14 @@ def update_kernel(
         flat_end = tl.where((flags & STRIDED) != 0, done, count)
         for b in range(done, flat_end, TAIL):
             at = b + tl.arange(0, TAIL)
-            _update_general_block(a, base, at, at < count, layout, flags, c, inverse_scale, signed_clip, False, False)
+            _update_general_block(
+                a, base, at, at < count, layout, flags, c, inverse_scale, signed_clip, False, KIND, False
+            )
         for b in range(flat_end, count, TAIL):
             at = b + tl.arange(0, TAIL)
-            _update_general_block(a, base, at, at < count, layout, flags, c, inverse_scale, signed_clip, True, False)
+            _update_general_block(
+                a, base, at, at < count, layout, flags, c, inverse_scale, signed_clip, True, KIND, False
+            )
     else:
         for b in range(done, count, TAIL):
             at = b + tl.arange(0, TAIL)
