@@ -159,7 +159,7 @@ def a_checkpoint_of_torchs_adamw_has_no_masters(context: Context) -> None:
     """What it lacks is left as it is; the weights that were loaded with it are what the next step starts from."""
     mesh = context.mesh()
     partial = DefaultLoadPlanner(allow_partial_load=True)
-    for split in (True,):
+    for split in (False, True):
         model, twin = fsdp(build(torch.bfloat16), mesh), fsdp(build(torch.bfloat16), mesh)
         optimizer = optimizer_of(model, split_master=split)
         theirs = torch.optim.AdamW(groups_of(twin), lr=LR)
