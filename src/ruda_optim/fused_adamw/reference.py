@@ -12,6 +12,8 @@ For the one-based update number t, with every operation in FP64:
 Source: Loshchilov & Hutter 2019 (arXiv:1711.05101); Reddi et al. 2018 for AMSGrad; PyTorch's AdamW for the order of the
 maximum and the correction. The corrections are computed here and not taken from ``options.prepare_step``, so that a
 mistake there cannot hide.
+
+Moments in 16 bits are specified by their codes, in ``moment_codes.py``, which this module hands on.
 """
 
 from __future__ import annotations
@@ -22,6 +24,12 @@ import numpy as np
 
 from .errors import InvalidState, ShapeMismatch, StepOverflow
 from .gradient_norm import GradientGuardOptions, GradientStats
+from .moment_codes import NEAREST as NEAREST
+from .moment_codes import decode_bf16 as decode_bf16
+from .moment_codes import decode_packed as decode_packed
+from .moment_codes import dither as dither
+from .moment_codes import encode_bf16 as encode_bf16
+from .moment_codes import encode_packed as encode_packed
 from .options import MAX_STEP, AdamWOptions, StepControl
 
 if TYPE_CHECKING:
