@@ -11,11 +11,11 @@ import torch
 from ruda_optim.fused_adamw import InvalidState
 
 from . import checkpoint, compiled
-from .engine import StepInputs
 from .hyperparameters import check_arguments, check_new_group
 from .live import Live, around_step
 from .report import GradientReport, UpdateReport, update_report
 from .settings import Settings, check_grad_scale, check_group_keys, check_served
+from .step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -149,6 +149,8 @@ class AdamW(torch.optim.AdamW):
 
     @state.setter
     def state(self, value: Any) -> None:
+        if not isinstance(value, dict):
+            raise InvalidState(f"the optimizer's state must be a dict, got {type(value).__name__}")
         self._live.state_shown = True  # whoever assigned it has it
         self._live.owner.__dict__["state"] = value
 
@@ -267,7 +269,10 @@ class AdamW(torch.optim.AdamW):
         scale = getattr(self, "grad_scale", None)  # what a GradScaler hands over
         if grad_scale is not None:
             scale = grad_scale if scale is None else scale * grad_scale
-        live.lists = lists = [group["params"] for group in self.param_groups]
+        lists = [group["params"] for group in self.param_groups]
+        if any(type(params) is not list for params in lists):  # torch makes lists; who assigns a tuple is heard as well
+            lists = [list(params) for params in lists]
+        live.lists = lists
         live.engine.run(
             StepInputs(
                 self.param_groups,

@@ -90,9 +90,8 @@ class Control:
 
     def limit(self, max_grad_norm: float | None) -> None:
         """Clip by another norm from now on, also where a graph is replayed."""
-        if max_grad_norm != self._max_norm:
-            for memory in self._memories.values():
-                memory.hyperparameters[:, MAX_NORM].fill_(_as_number(max_grad_norm))
+        for memory in self._memories.values():
+            memory.hyperparameters[:, MAX_NORM].fill_(_as_number(max_grad_norm))
 
     @property
     def skipped_steps(self) -> int:

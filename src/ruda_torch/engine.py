@@ -9,7 +9,8 @@ calls from here. Nothing that the optimizer holds changes before every check has
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,6 @@ from ruda_optim.fused_adamw.binding import EMPTY, capturing, keep_for_graphs, on
 
 from . import sharding
 from .control import Control, flag_on, on_host, scale_on
-from .members import check_gradient, describe_position
 from .outcome import Outcome
 from .plan import NewPlan
 from .ranks import find
@@ -34,49 +34,7 @@ if TYPE_CHECKING:
     from .ranks import Ranks, Shares
     from .reduction import GlobalStatistics
     from .settings import Settings
-
-
-@dataclass
-class StepInputs:
-    """What one step is taken from.
-
-    Attributes:
-        groups, state: the optimizer's; hyperparameters are read now.
-        targets: the parameters of each group, or the memory that stands in for them in a compiled graph.
-        grad_scale: what the gradients were multiplied by; None means they are unscaled already.
-        found_inf: above 0 means that somebody saw a non-finite gradient; the step is skipped.
-        gradients: one per parameter of all groups, or None for the parameters' own ``.grad``.
-        state_shown: whether anybody outside may have changed something in ``state``.
-        stand_in: whether ``targets`` are not the parameters.
-    """
-
-    groups: list[dict[str, Any]]
-    state: dict[Tensor, dict[str, Any]]
-    targets: list[list[Tensor]]
-    grad_scale: Tensor | float | None = None
-    found_inf: Tensor | float | None = None
-    gradients: list[Tensor | None] | None = None
-    state_shown: bool = True
-    stand_in: bool = False
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        return [target for group in self.targets for target in group]
-
-    def own_gradients(self) -> list[Tensor | None]:
-        return [target.grad for target in self.parameters] if self.gradients is None else self.gradients
-
-    def where(self, position: int) -> str:
-        """What error messages call the parameter at a position."""
-        return describe_position(self.groups, position)
-
-    def settle(self, position: int, gradient: Tensor) -> Tensor:
-        """A gradient that is not what the plan expects, checked."""
-        return check_gradient(self.where(position), self.parameters[position], gradient)
-
-    @property
-    def watched_state(self) -> dict[Tensor, dict[str, Any]] | None:
-        return self.state if self.state_shown else None
+    from .step_inputs import StepInputs
 
 
 class Engine:
@@ -91,6 +49,7 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         self.outcome: Outcome | None = None
+        self._settings = settings
         self._control = Control()
         self._plan: Plan | None = None
         self._native: Outcome | None = None
@@ -100,14 +59,19 @@ class Engine:
         self._bound = 0  # parameters that had gradients in the last step
         self._pending: GlobalStatistics | None = None
         self._torn: str | None = None
+        self._lock = threading.RLock()  # a step lets other threads run
+        self._stepping = False
         self._warn_at = next_warning(0)
-        self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
         """Take over settings. What was counted stays, and so does the memory that a captured graph replays."""
-        self._settings = settings
         self._control.limit(settings.max_grad_norm)
-        self.forget()
+        # Another norm to clip by leaves the plan as it is.
+        if replace(settings, max_grad_norm=None) != replace(self._settings, max_grad_norm=None) or (
+            settings.measures is not self._settings.measures
+        ):
+            self.forget()
+        self._settings = settings
 
     def forget(self) -> None:
         """Build the plan anew at the next step, for example because the state was replaced."""
@@ -158,7 +122,20 @@ class Engine:
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def run(self, inputs: StepInputs) -> None:
-        """Take one step over all groups."""
+        """Take one step over all groups; another thread's step waits for it."""
+        with self._lock:
+            if self._stepping:
+                raise InvalidState(
+                    "step() was called from within a step of the same optimizer (by a .grad property or a finalizer?); "
+                    "call it after that step"
+                )
+            self._stepping = True
+            try:
+                self._take(inputs)
+            finally:
+                self._stepping = False
+
+    def _take(self, inputs: StepInputs) -> None:
         if self._native is not None and not inputs.stand_in and not _observed() and self._run_native(inputs):
             return
         with torch.no_grad():
@@ -190,12 +167,12 @@ class Engine:
         inverse_scale, _ = scale_on(_CPU, inputs.grad_scale)
         found_inf = 0.0 if inputs.found_inf is None else float(inputs.found_inf)
         self._control.memory(_CPU)
-        self.outcome = native
         if not native.plan.step(
             inputs.targets, inputs.gradients, inputs.watched_state, inputs.settle, inverse_scale, found_inf
         ):
             return False
-        if EMPTY in native.plan.columns:
+        self.outcome = native
+        if native.plan.has_empty:
             _count_empty(native, inputs)
         self._check_not_replaced(native.plan, inputs)
         if native.plan.skipped or self._warn_at > 2:
@@ -260,7 +237,7 @@ class Engine:
                 return
             if not inputs.stand_in:
                 self._keep(plan)
-        if EMPTY in plan.columns:
+        if plan.has_empty:
             _count_empty(self.outcome, inputs)
 
     def _keep(self, plan: Plan) -> None:
@@ -341,10 +318,10 @@ class Engine:
             for part, memory in zip(parts, memories, strict=True):
                 part.kernels.adamw_scaled(part.table, part.coefficients, 1.0, 1.0, decision=memory.decision)
                 launched += 1
-        except Exception as error:
+        except BaseException as error:  # an interrupt as well
             if all(map(_on_host, parts)) and not launched:
-                if decided and new is None:
-                    _take_back(plan, inputs)  # nothing happened, so nothing is counted
+                if decided:
+                    _take_back(plan, inputs, new)  # nothing happened, so nothing is counted
             elif decided:
                 self._torn = f"{type(error).__name__}: {error}"
             raise
@@ -398,11 +375,14 @@ def _report_of(parts: list[Part]) -> Tensor:
     return torch.stack([bad.max(), largest, (sumsq * ratios * ratios).sum()])
 
 
-def _take_back(plan: Plan, inputs: StepInputs) -> None:
+def _take_back(plan: Plan, inputs: StepInputs, new: NewPlan | None) -> None:
     """Undo the counting of a step that was decided on the CPU and could not be launched."""
-    parameters = inputs.parameters
+    parameters = [parameter for group in inputs.groups for parameter in group["params"]]
+    fresh = set() if new is None else new.new_counters
     for column in plan.active()[0]:
-        sharding.local(inputs.state[parameters[plan.positions[column]]]["step"]).sub_(1.0)
+        position = plan.positions[column]
+        if position not in fresh:
+            sharding.local(inputs.state[parameters[position]]["step"]).sub_(1.0)
 
 
 def _count_empty(outcome: Outcome, inputs: StepInputs) -> None:

@@ -99,11 +99,11 @@ class Outcome:
                 entries[self.plan.positions[column]] = (offset + first, offset + last, size)
             rows.append(part.rows.cpu())
             offset += len(part.rows)
-        places = [(group, index) for group in range(len(groups)) for index in range(len(groups[group]["params"]))]
+        places = [(group, index) for group, size in enumerate(self.plan.group_sizes) for index in range(size)]
         lines = []
         for position in sorted(self.plan.active()[1]):
             group, index = places[position]
-            names = groups[group].get("param_names")
+            names = groups[group].get("param_names") if group < len(groups) else None
             first, last, elements = entries.get(position, (0, 0, 0))  # a parameter without elements has no rows
             lines.append(Entry(names[index] if names else None, group, index, elements, first, last))
         scope = "" if self.total is None else " of this rank"

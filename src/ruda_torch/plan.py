@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ruda_optim.fused_adamw.binding import EMPTY, UNKNOWN, Plan
+from ruda_optim.fused_adamw.storage import Field
 
 from . import sharding
 from .members import collect
@@ -57,7 +58,7 @@ class NewPlan:
             columns[member.position] = EMPTY if empty else len(filled)
             if not empty:
                 filled.append(member)
-        return Plan(
+        plan = Plan(
             targets,
             columns,
             [member.memory() for member in filled],
@@ -65,6 +66,15 @@ class NewPlan:
             [member.group for member in filled],
             [sharding.is_sharded(parameter) for parameter in parameters],
         )
+        for column, member in enumerate(filled):
+            if member.gradient is None:  # described by the parameter; it has no memory yet
+                plan.table.fields[Field.GRAD, column] = 0
+        return plan
+
+    @property
+    def new_counters(self) -> set[int]:
+        """Positions of the parameters whose step counter the optimizer does not hold yet."""
+        return {member.position for member in self._members if "step" in member.created}
 
     def commit(self) -> None:
         """Hand over to the optimizer what was allocated, and let the plan watch it."""

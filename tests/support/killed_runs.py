@@ -80,13 +80,13 @@ def die_while_writing(point: str, number: int) -> None:
 
 def announce_steps(pipe: int) -> None:
     """Write one byte at the start of each training step."""
-    step = training.Run._train_step
+    step = training.Run.train_step
 
     def announced(self):
         os.write(pipe, b".")
         step(self)
 
-    training.Run._train_step = announced
+    training.Run.train_step = announced
 
 
 def start(options: list[str], prepare) -> int:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")  # of the suite `build`; tools/gpu_matrix.sh compiles for more
 # Per thread. A multiprocessor has 65,536 registers: four blocks of 256 threads at 64, three at 80, two at 128. The
 # general kernels may have 128: three blocks of them spill on sm_100, and a large table seldom takes them.
-REGISTERS = {"update": 64, "update<-1": 128, "analyze": 80, "analyze<-1": 128, "merge": 64, "decide": 64}
+REGISTERS = {"update<-1": 128, "update": 64, "analyze<-1": 128, "analyze": 80, "merge": 64, "decide": 64}
 
 # In PTX. An fma that nobody wrote is a contraction; the power function of `decide` is made of FP64 ones.
 _FMA_FP32 = re.compile(r"\bfma\.rn(?:\.ftz)?\.(?:f32|f16|bf16)")

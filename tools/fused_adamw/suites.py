@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 COMPILERS = ("nvrtc", "ptx")
 # Each line is one pytest process; the names are those of tests/*/test_*.py.
 HOST = {
-    "CPU operator": "cpu_kernel cpu_prefetch cpu_statistics float_mode launch_table memory plan select",
+    "CPU operator": "cpu_kernel cpu_prefetch cpu_statistics float_mode launch_table memory moments plan select",
     "functional API and gradient guard": "storage step guarded_step gradient_norm",
     "generic AdamW": "generic_adamw",
     "torch API": "adamw_class adamw_memory adamw_moves adamw_refusals compiled contract fake_tensors grad_scaler "
@@ -70,7 +70,8 @@ def reference(choice: Choice) -> list[Task]:
     """Options, reference and plan: first where torch cannot be imported, then by their tests."""
     return [
         Task("reference", "without torch", python("tools/fused_adamw/without_torch.py"), needs=("numpy", "package")),
-        Task("reference", "options, reference, plan", pytest(*tests("options reference stats_plan gradient_norm")),
+        Task("reference", "options, reference, plan",
+             pytest(*tests("options reference moment_codes stats_plan gradient_norm")),
              needs=("package", "pytest"), pytest=True),
     ]  # fmt: skip
 

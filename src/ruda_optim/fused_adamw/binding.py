@@ -84,9 +84,10 @@ class _Functions:
                 f"ruda-optim reads tensors by DLPack {_DLPACK_MAJOR}, but torch {torch.__version__} speaks DLPack "
                 f"{major}; install an earlier torch or a later ruda-optim"
             )
-        self.reader = _Reader(
-            exchange, "grad", "_local_tensor", torch._C.TensorBase.is_neg, torch.autograd.graph.increment_version
-        )
+        # Torch's function in C, not its wrapper in Python, on whose way a signal handler could run and raise.
+        increment_version = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
+        is_neg = torch._C.TensorBase.is_neg
+        self.reader = _Reader(exchange, "grad", "_local_tensor", is_neg, increment_version)
         opened = ctypes.PyDLL(library.path())
         thing, memory, number = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
 
@@ -145,6 +146,8 @@ class Plan:
     Attributes:
         table: the launch table; ``Field.COEFFICIENTS`` holds the parameter group of each column.
         positions: which parameter each column is.
+        group_sizes: number of parameters of each group.
+        has_empty: whether a parameter has no elements.
         skipped: whether the last step on the CPU was skipped.
     """
 
@@ -159,6 +162,7 @@ class Plan:
     ) -> None:
         self._call = _functions()
         self.devices = devices
+        self._one_device = len(set(devices)) == 1
         self.home = devices[0] if devices else None
         self.table = LaunchTable(memories, self.home or torch.device("cpu"), hold=False)
         self.table.fields[Field.COEFFICIENTS] = torch.tensor(members, dtype=torch.int64, device="cpu")
@@ -169,6 +173,8 @@ class Plan:
             if column >= 0:
                 self.positions[column] = position
         self._parts: dict[tuple[torch.device, bytes], tuple[int, Part]] = {}
+        self.has_empty = EMPTY in columns
+        self.group_sizes = [len(group) for group in groups]
         self.skipped = False
         self._held: list[Any] = []
         self._step = _Step()
@@ -293,7 +299,7 @@ class Plan:
     def _may_be_written(self, column: int, gradient: Tensor) -> bool:
         """Whether a gradient that was elsewhere before may lie in memory that a step writes."""
         start = gradient.data_ptr()
-        if int(self.table.fields[Field.GRAD, column]) == start:
+        if int(self.table.fields[Field.GRAD, column]) == start and self.table.describes(column, gradient):
             return False
         return bool(self._call.near_written(self._handle, start, start + reach(gradient)))
 
@@ -312,6 +318,8 @@ class Plan:
     def updated(self, groups: list[list[Tensor]]) -> list[Tensor]:
         """The parameters of the step that was bound last."""
         parameters = [parameter for group in groups for parameter in group]
+        if self.count() == len(parameters):
+            return parameters
         return [parameters[position] for position in self.active()[1]]
 
     def no_part(self, device: torch.device) -> Part:
@@ -320,16 +328,19 @@ class Plan:
 
     def parts(self) -> list[Part]:
         """The active columns by device, in the order in which the devices appear."""
+        columns = self.active()[0]
+        if len(columns) == len(self.table) > 0 and self._one_device:
+            return [self._part(self.devices[0], columns)]
         by_device: dict[torch.device, list[int]] = {}
-        for column in self.active()[0]:
+        for column in columns:
             by_device.setdefault(self.devices[column], []).append(column)
         return [self._part(device, columns) for device, columns in by_device.items()]
 
     def _part(self, device: torch.device, columns: list[int]) -> Part:
         """The part of these columns, with this step's gradients; kept while the table's flags and layouts stay."""
-        key = (device, bytes(_numbers(columns)))
-        revision, part = self._parts.pop(key, (-1, None))
         whole = len(columns) == len(self.table)
+        key = (device, b"all" if whole else bytes(_numbers(columns)))
+        revision, part = self._parts.pop(key, (-1, None))
         if part is None:
             while len(self._parts) >= _KEPT_SELECTIONS:
                 del self._parts[next(iter(self._parts))]

@@ -165,6 +165,7 @@ class DeviceTable:
     Attributes:
         fields: int64 ``(len(Field), n)`` on the device.
         layouts: flat int64 on the device.
+        chosen: what a backend chose by the table's flags; forgotten when they change.
     """
 
     @torch.inference_mode(False)
@@ -177,6 +178,7 @@ class DeviceTable:
         self._blocks: dict[tuple[int, int, bool], BlockMap] = {}
         self._values = torch.empty(0, dtype=torch.float32, device=table.device)
         self._rooms: dict[int, _Room] = {}
+        self.chosen: dict[object, Any] = {}
         self._order = StreamOrder(table.device)
         if not in_graph and table.device.type == "cuda" and table.device not in _spare:
             with _spare_lock:
@@ -263,6 +265,8 @@ class DeviceTable:
         return _Room(staged, staged.numpy(), values, rows, values[:DECISION])
 
     def _upload_rows(self, table: LaunchTable, first: int, end: int) -> None:
+        if first <= Field.FLAGS < end:
+            self.chosen.clear()
         self._host[first:end] = table.fields[first:end]
         upload(self._host[first:end], self.fields[first:end])
 

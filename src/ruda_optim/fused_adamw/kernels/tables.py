@@ -217,6 +217,12 @@ class LaunchTable:
         chosen.moments = self.moments
         return chosen
 
+    def describes(self, index: int, gradient: Tensor) -> bool:
+        """Whether column ``index`` has a gradient of this dtype and layout already."""
+        known = Flag(int(self.fields[Field.FLAGS, index])) & (Flag.GRAD_FP16 | Flag.GRAD_BF16)
+        layout = self._layouts[index][LAYOUT_ROLES.index("gradient")]
+        return known == _GRAD_FLAG[gradient.dtype] and layout == _Layout.of(gradient)
+
     def set_gradient(self, index: int, gradient: Tensor) -> None:
         """Describe a gradient (checked) whose dtype or layout differs from what column ``index`` says."""
         layouts = self._layouts[index]

@@ -9,24 +9,15 @@
 #include "cpu_step.h"
 #include "export.h"
 #include "float_mode.h"
-#include "python_api.h"
+#include "tensor_record.h"
 
 namespace ruda {
 namespace {
 
-// What a parameter looked like, and which gradient it had last. Sizes and strides lie at `shape` of Plan::shapes.
-struct Record {
-  int64_t data = 0, dtype = 0, device = 0, dims = 0, shape = 0;
-  bool sharded = false;
-  int64_t sizes = 0, storage = 0;                   // inside torch's objects: addresses to ask for ahead of time
-  int64_t gradient_object = 0, gradient_sizes = 0;  // the last gradient: its Python object, and an address in torch's
-};
-
-// A state tensor of the plan.
+// A state tensor of the plan. The object is only compared, and described while the state's dict holds it.
 struct Held {
-  PyObject* object;  // only compared, and described while the state's dict holds it
-  bool sharded;
-  int64_t data, numel, dtype;
+  PyObject* object;
+  Record record;
 };
 
 // Everything that binding.py decides about a CPU step; a ctypes.Structure there.
@@ -52,16 +43,17 @@ struct Plan {
   int64_t* fields;
   int64_t columns;
   std::vector<int64_t> group_sizes;
-  std::vector<PyObject*> parameters;  // of all groups; only compared
-  std::vector<int64_t> column_of;     // of each parameter: its column, or kUnknown, or kEmpty
-  std::vector<bool> sharded;          // of each parameter: whether it is a DTensor
-  std::vector<Record> records;        // per column
-  std::vector<int64_t> shapes;
-  std::vector<PyObject*> entries;  // keys, dicts and values of the state, in order; only compared
+  std::vector<PyObject*> parameters;         // of all groups; only compared
+  std::vector<int64_t> column_of;            // of each parameter: its column, or kUnknown, or kEmpty
+  std::vector<bool> sharded;                 // of each parameter: whether it is a DTensor
+  std::vector<Record> records;               // per column
+  std::vector<int64_t> shapes, held_shapes;  // sizes and strides of the records
+  std::vector<PyObject*> entries;            // keys, dicts and values of the state, in order; only compared
   std::vector<Held> held;
-  std::vector<Range> written;    // all memory that a step may write, by address
-  std::vector<int64_t> active;   // columns of the step that was bound last
-  std::vector<int64_t> updated;  // positions of its parameters, empty ones included
+  std::vector<Range> written;                      // all memory that a step may write, by address
+  std::vector<int64_t> active;                     // columns of the step that was bound last
+  std::vector<int64_t> updated;                    // positions of its parameters, empty ones included
+  std::vector<int64_t> next_active, next_updated;  // the same of a step that is being bound
 
   TableView view() const { return {fields, columns, nullptr}; }
   Columns active_columns() const { return {active.data(), static_cast<int64_t>(active.size())}; }
@@ -73,15 +65,6 @@ constexpr int64_t kEmpty = -2;    // a parameter without elements
 constexpr int64_t kBound = -1;
 constexpr int64_t kChanged = -2;
 constexpr int64_t kSkipped = -3;
-
-bool same_layout(const DLTensor& tensor, const Record& record, const int64_t* sizes) {
-  if (tensor.ndim != record.dims || device_of(tensor) != record.device) return false;
-  const int64_t* strides = sizes + record.dims;
-  for (int64_t d = 0; d < record.dims; ++d) {
-    if (tensor.shape[d] != sizes[d] || (sizes[d] != 1 && tensor.strides[d] != strides[d])) return false;
-  }
-  return true;
-}
 
 bool single(const DLTensor& tensor) {
   return std::all_of(tensor.shape, tensor.shape + tensor.ndim, [](int64_t size) { return size == 1; });
@@ -100,12 +83,6 @@ constexpr int64_t kAhead = 20;
   __builtin_prefetch(reinterpret_cast<const void*>(record.storage));
   around(record.sizes);
   around(record.gradient_sizes);
-}
-
-int64_t end_of(const DLTensor& tensor) {
-  int64_t last = 0;
-  for (int64_t d = 0; d < tensor.ndim; ++d) last += (tensor.shape[d] - 1) * tensor.strides[d];
-  return address_of(tensor) + (last + 1) * (tensor.dtype.bits / 8);
 }
 
 // False if a step writes nothing between the addresses.
@@ -170,31 +147,9 @@ bool same_state(const Plan& plan, PyObject* state) {
     }
   }
   if (seen != plan.entries.size()) return false;
-  for (const Held& held : plan.held) {
-    DLTensor tensor;
-    if (!plan.reader.describe(held.object, held.sharded, &tensor) || address_of(tensor) != held.data ||
-        numel_of(tensor) != held.numel || dtype_of(tensor) != held.dtype) {
-      return false;
-    }
-  }
-  return true;
-}
-
-bool describe_parameter(const Reader& reader, PyObject* parameter, bool sharded, Record* record,
-                        std::vector<int64_t>* shapes) {
-  DLTensor tensor;
-  if (!reader.describe(parameter, sharded, &tensor)) return false;
-  *record = Record{};
-  record->data = address_of(tensor);
-  record->dtype = dtype_of(tensor);
-  record->device = device_of(tensor);
-  record->dims = tensor.ndim;
-  record->shape = static_cast<int64_t>(shapes->size());
-  record->sharded = sharded;
-  record->sizes = reinterpret_cast<int64_t>(tensor.shape);
-  shapes->insert(shapes->end(), tensor.shape, tensor.shape + tensor.ndim);
-  shapes->insert(shapes->end(), tensor.strides, tensor.strides + tensor.ndim);
-  return true;
+  return std::all_of(plan.held.begin(), plan.held.end(), [&](const Held& held) {
+    return still_is(plan.reader, held.object, held.record, plan.held_shapes);
+  });
 }
 
 // True while an empty parameter is empty.
@@ -221,6 +176,8 @@ int64_t bind_positions(Plan& plan, PyObject* groups, PyObject* gradients, PyObje
       }
       PyObject* const parameter = PyList_GetItem(group, i);
       if (parameter == nullptr) return at;  // an exception is set: the list has become shorter
+      const Owned kept(parameter);          // `grad` may be a property, and may change the list
+      Py_IncRef(parameter);
       PyObject* gradient = own ? PyObject_GetAttr(parameter, plan.reader.grad) : PyList_GetItem(gradients, at);
       if (gradient == nullptr) return at;  // an exception is set
       if (!own) Py_IncRef(gradient);
@@ -229,18 +186,14 @@ int64_t bind_positions(Plan& plan, PyObject* groups, PyObject* gradients, PyObje
       if (!present) continue;
       const int64_t column = plan.column_of[at];
       if (column == kUnknown) return kChanged;
-      plan.updated.push_back(at);
+      plan.next_updated.push_back(at);
       if (column == kEmpty) {
         if (!still_empty(plan, at, parameter)) return kChanged;
         continue;
       }
       Record& record = plan.records[column];
-      DLTensor p;
-      if (!plan.reader.describe(parameter, record.sharded, &p) || address_of(p) != record.data ||
-          dtype_of(p) != record.dtype || !same_layout(p, record, plan.shapes.data() + record.shape)) {
-        return kChanged;
-      }
-      plan.active.push_back(column);
+      if (!still_is(plan.reader, parameter, record, plan.shapes)) return kChanged;
+      plan.next_active.push_back(column);
       if (!bind_gradient(plan, column, record, gradient)) return at;
     }
     position += size;
@@ -325,7 +278,7 @@ RUDA_EXPORT Plan* ruda_plan_new(const ruda::Reader* reader, int64_t* fields, int
       plan->sharded.push_back(sharded[position] != 0);
       if (kinds[position] < 0) continue;
       Record& record = plan->records[kinds[position]];
-      if (!describe_parameter(plan->reader, parameter, sharded[position] != 0, &record, &plan->shapes)) {
+      if (!describe(plan->reader, parameter, sharded[position] != 0, &record, &plan->shapes)) {
         delete plan;
         return nullptr;
       }
@@ -343,6 +296,7 @@ RUDA_EXPORT bool ruda_plan_watch(Plan* plan, PyObject* state, PyObject* tensors,
   using namespace ruda;
   plan->entries.clear();
   plan->held.clear();
+  plan->held_shapes.clear();
   plan->written.clear();
   PyObject *key, *entry, *name, *value;
   for (intptr_t at = 0; PyDict_Next(state, &at, &key, &entry) != 0;) {
@@ -354,7 +308,8 @@ RUDA_EXPORT bool ruda_plan_watch(Plan* plan, PyObject* state, PyObject* tensors,
     PyObject* const object = PyList_GetItem(tensors, i);
     DLTensor tensor;
     if (!plan->reader.describe(object, sharded[i] != 0, &tensor)) return false;
-    plan->held.push_back({object, sharded[i] != 0, address_of(tensor), numel_of(tensor), dtype_of(tensor)});
+    plan->held.push_back({object, {}});
+    describe(plan->reader, object, sharded[i] != 0, &plan->held.back().record, &plan->held_shapes);
     plan->written.push_back({address_of(tensor), end_of(tensor)});
   }
   for (size_t i = 0; i < plan->parameters.size(); ++i) {
@@ -391,17 +346,25 @@ RUDA_EXPORT int64_t ruda_plan_bind(Plan* plan, PyObject* groups, PyObject* gradi
                                    int64_t start, const ruda::Step* step) {
   using namespace ruda;
   if (start == 0) {
-    plan->active.clear();
-    plan->updated.clear();
+    plan->next_active.clear();
+    plan->next_updated.clear();
     if (!same_parameters(*plan, groups) || !(is_none(state) || same_state(*plan, state))) return kChanged;
   }
   const int64_t found = bind_positions(*plan, groups, gradients, held, start);
-  if (found != kBound || step == nullptr) return found;
+  if (found != kBound) return found;
+  plan->active.swap(plan->next_active);
+  plan->updated.swap(plan->next_updated);
+  if (step == nullptr) return found;
   const Owned parameters(updated_parameters(*plan, groups));
   if (parameters.get() == nullptr) return kBound;  // an exception is set
   const bool release = worth_releasing(plan->view(), plan->active_columns());
+  std::vector<PyObject*> state_tensors;  // other threads may replace them meanwhile
+  if (release) {
+    for (const Held& one : plan->held) state_tensors.push_back(one.object);
+  }
+  const OwnedAll state_lives(state_tensors);
   if (!run_decision(*plan, *step, release)) return kSkipped;
-  // Nothing can fail after this.
+  // A function of C: no signal handler runs on the way to the update, so nothing can fail after the decision.
   const Owned none(PyObject_CallFunctionObjArgs(plan->reader.increment_version, parameters.get(), nullptr));
   if (none.get() != nullptr) run_update(*plan, *step, release);
   return kBound;

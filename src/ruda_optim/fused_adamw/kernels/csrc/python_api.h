@@ -11,6 +11,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "table.h"
 
@@ -56,6 +58,22 @@ class Owned {
   PyObject* object_;
 };
 
+// References to many objects that are given back.
+class OwnedAll {
+ public:
+  explicit OwnedAll(std::vector<PyObject*> objects) : objects_(std::move(objects)) {
+    for (PyObject* object : objects_) Py_IncRef(object);
+  }
+  OwnedAll(const OwnedAll&) = delete;
+  OwnedAll& operator=(const OwnedAll&) = delete;
+  ~OwnedAll() {
+    for (PyObject* object : objects_) Py_DecRef(object);
+  }
+
+ private:
+  const std::vector<PyObject*> objects_;
+};
+
 // Lets other threads have the interpreter while it lives.
 class WithoutInterpreter {
  public:
@@ -84,6 +102,12 @@ inline int64_t numel_of(const DLTensor& tensor) {
   int64_t numel = 1;
   for (int32_t d = 0; d < tensor.ndim; ++d) numel *= tensor.shape[d];
   return numel;
+}
+
+inline int64_t end_of(const DLTensor& tensor) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.ndim; ++d) last += (tensor.shape[d] - 1) * tensor.strides[d];
+  return address_of(tensor) + (last + 1) * (tensor.dtype.bits / 8);
 }
 
 inline int64_t gradient_flag(const DLTensor& tensor) {

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..decision import DecisionMemory
+    from ..device_table import DeviceTable
     from ..tables import LaunchTable
 
 THREADS = 256  # kThreads of csrc/cuda.cu
@@ -145,7 +146,7 @@ def record(name: str, launch: Launcher) -> Kernels:
             for part in blocks.launches:
                 launch(
                     table.device,
-                    _instance_of(table, update_instance, part.kind, UPDATE_KIND),
+                    _instance_of(table, copy, update_instance, part.kind, UPDATE_KIND),
                     part.blocks,
                     copy.fields.data_ptr(),
                     copy.layouts.data_ptr(),
@@ -170,7 +171,7 @@ def record(name: str, launch: Launcher) -> Kernels:
             for part in blocks.launches:
                 launch(
                     table.device,
-                    _instance_of(table, statistics_instance, part.kind, STATISTICS_KIND),
+                    _instance_of(table, copy, statistics_instance, part.kind, STATISTICS_KIND),
                     part.blocks,
                     copy.fields.data_ptr(),
                     copy.layouts.data_ptr(),
@@ -243,17 +244,13 @@ def record(name: str, launch: Launcher) -> Kernels:
     )
 
 
-def _instance_of(table: LaunchTable, choose: Callable[[set[int]], str], kind: int, mask: int) -> str:
+def _instance_of(table: LaunchTable, copy: DeviceTable, choose: Callable[[set[int]], str], kind: int, mask: int) -> str:
     """The instance for the tensors of one launch, whose ``flags & mask`` is ``kind``, by the table's present flags."""
-    flags = table.fields[Field.FLAGS].numpy()
-    key = flags.tobytes()
-    cached = table.device_cache.get("nvrtc")
-    if not isinstance(cached, tuple) or cached[0] != key:
-        cached = table.device_cache["nvrtc"] = (key, {})
-    known: dict[object, str] = cached[1]
-    if (choose, kind) not in known:
-        known[choose, kind] = choose({flag for flag in flags.tolist() if kind in (SEVERAL_KINDS, flag & mask)})
-    return known[choose, kind]
+    found: str | None = copy.chosen.get((choose, kind))
+    if found is None:
+        flags = table.fields[Field.FLAGS].tolist()
+        found = copy.chosen[choose, kind] = choose({flag for flag in flags if kind in (SEVERAL_KINDS, flag & mask)})
+    return found
 
 
 def _address(tensor: Tensor | None) -> int:
