@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ruda_torch
+from ruda_optim.fused_adamw import moment_codes
 from ruda_torch.report import (
     NAMED,
     SHOWN,
@@ -204,6 +205,24 @@ def test_asking_for_updates_writes_nothing_and_skips_what_has_none() -> None:
     assert [line.index for line in report] == [0]
     assert versions == [value._version for value in (used, *optimizer.state[used].values())]
     assert all(torch.equal(before[name], value) for name, value in optimizer.state[used].items())
+
+
+def test_moments_in_sixteen_bits_are_read_as_what_they_stand_for() -> None:
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(30, 7))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.randn(30, 7)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    first, second = state.pop("exp_avg"), state.pop("exp_avg_sq")
+    words = moment_codes.encode_packed(first.numpy(), second.numpy())
+    state["packed_moments"] = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
+    (packed,) = update_report(optimizer)
+    del state["packed_moments"]
+    first, second = map(torch.from_numpy, moment_codes.decode_packed(words))
+    state.update(exp_avg=first.bfloat16(), exp_avg_sq=second.bfloat16())  # exact, as every word's moments are
+    assert update_report(optimizer)[0] == packed
+    assert 0.5 < packed.update / (1e-3 * math.sqrt(210)) < 2.0
 
 
 def test_half_parameters_are_measured_in_fp32() -> None:
