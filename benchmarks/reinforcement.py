@@ -8,9 +8,10 @@ What is timed is all of ``learn()``: environment, rollouts, and the updates, of 
 
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import stable_baselines3
@@ -20,9 +21,13 @@ from stable_baselines3.common.callbacks import BaseCallback
 import ruda_torch
 import whole_runs
 
+if TYPE_CHECKING:
+    import pathlib
+
 MAX_NORM = 0.5  # PPO's own default
 ADAM = {"eps": 1e-5, "weight_decay": 0.0}  # PPO's own default is Adam, which is AdamW without decay
 OURS = {**ADAM, "fused_step": True}
+LAST = 3  # rollouts
 
 
 class Phases(BaseCallback):
@@ -66,7 +71,7 @@ def train(make: type, optimizer: type, settings: dict[str, Any], seed: int, step
     model.learn(steps, callback=phases)
     seconds = time.process_time() - start
     return {
-        "quality": phases.curve[-1],
+        "quality": sum(phases.curve[-LAST:]) / len(phases.curve[-LAST:]),
         "mean returns": [round(value, 2) for value in phases.curve],
         "rollouts": phases.rollouts,
         "updates": seconds - phases.rollouts,
@@ -82,11 +87,33 @@ CONTESTANTS = {
     ),
 }
 
+COLOURS = dict(zip(CONTESTANTS, ("#d1495b", "#e0a458", "#7fb7cf", "#0b6e99"), strict=True))
+
+
+def draw(results: pathlib.Path) -> None:
+    """The learning curves of every training, beside the file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for training in json.loads(results.read_text(encoding="utf-8"))["trainings"]:
+        name, curve = training["optimizer"], training["mean returns"]
+        label = name if training["seed"] == 0 else None
+        axes.plot(range(1, len(curve) + 1), curve, color=COLOURS[name], linewidth=1.8, alpha=0.85, label=label)
+    axes.set_xlabel("rollout (2,048 steps of the environment)")
+    axes.set_ylabel("mean return of its episodes")
+    axes.set_title("CartPole-v1, PPO: one line per seed", loc="left")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+    figure.savefig(results.with_suffix(".png"), dpi=110)
+
+
 if __name__ == "__main__":
-    whole_runs.main(
+    written = whole_runs.main(
         "reinforcement",
         what="PPO of stable-baselines3 on CartPole-v1, whole trainings on one thread",
-        quality="mean return of the episodes that ended in the last rollout",
+        quality=f"mean return of the last {LAST} rollouts",
         contestants=CONTESTANTS,
         steps=20_480,
     )
+    draw(written)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 
 
-def main(script: str, what: str, quality: str, contestants: dict[str, Training], steps: int) -> None:
-    """Run everything, print a table, write ``results/<script>.json``.
+def main(script: str, what: str, quality: str, contestants: dict[str, Training], steps: int) -> pathlib.Path:
+    """Run everything, print a line for each training, write ``results/<script>.json``; returns that path.
 
     Args:
         script: file name without suffix.
@@ -56,6 +56,7 @@ def main(script: str, what: str, quality: str, contestants: dict[str, Training],
         # After every training: what was measured stays, whatever happens to the rest.
         args.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"written: {args.output}")
+    return args.output
 
 
 def run(contestants: dict[str, Training], seeds: int, steps: int) -> Iterator[dict[str, Any]]:
