@@ -225,11 +225,9 @@ class Contestant:
                 torch._foreach_div_(memory, 1 - beta**self.steps)
 
     def _memory(self) -> dict[str, list[Tensor]]:
-        if self._ours:  # what a checkpoint does; asking for .state would make later steps compare it (see AdamW.state)
-            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            state = dict(zip(parameters, self.optimizer.state_dict()["state"].values(), strict=True))
-        else:
-            state = self.optimizer.state
+        # Past the attribute: a training loop does not ask for the state, and once somebody did, or took a state dict,
+        # our steps look whether it was changed (see AdamW.state).
+        state = vars(self.optimizer)["state"] if self._ours else self.optimizer.state
         found = {
             name: [state[parameter][key] for parameter in self._masters]
             for name, key in self._peer.moments.items()
