@@ -364,11 +364,7 @@ def _device_of(inputs: StepInputs) -> torch.device:
 
 def _report_of(parts: list[Part]) -> Tensor:
     """One report for several devices, on the first of them; FP64 (bad, scale, sumsq)."""
-    reports = []
-    for part in parts:
-        report = torch.empty(3, dtype=torch.float32, device=part.table.device)
-        part.kernels.merge_gradient_stats(part.rows, report)
-        reports.append(report.to(parts[0].table.device).double())
+    reports = [part.report().to(parts[0].table.device).double() for part in parts]
     bad, scale, sumsq = torch.stack(reports).unbind(1)
     largest = scale.max()
     ratios = torch.where(largest > 0.0, scale / largest, 0.0)

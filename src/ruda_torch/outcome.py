@@ -80,9 +80,7 @@ class Outcome:
                 group = self.plan.members[column]
                 ranges[group] = (ranges.get(group, (first, last))[0], last)
             for group, (first, last) in ranges.items():
-                report = torch.empty(3, dtype=torch.float32, device=part.table.device)
-                part.kernels.merge_gradient_stats(part.rows[first:last], report)
-                reports[group].append(report.tolist())
+                reports[group].append(part.report(first, last).tolist())
         return tuple(combined(group).total_norm for group in reports)
 
     def gradients(self, groups: list[dict[str, Any]], *, whole: bool = False) -> GradientReport:

@@ -131,6 +131,12 @@ class Part:
         self.rows = torch.empty((rows, ROW_ELEMENTS), dtype=torch.float32, device=table.device)
         self.shares: Any = None
 
+    def report(self, first: int = 0, last: int | None = None) -> Tensor:
+        """FP32 ``(3,)`` on the device: bad, scale, sumsq of the rows ``[first, last)``; of all by default."""
+        report = torch.empty(ROW_ELEMENTS, dtype=torch.float32, device=self.table.device)
+        self.kernels.merge_gradient_stats(self.rows[first:last], report)
+        return report
+
 
 class Plan:
     """The launch table of an optimizer's parameters, and what it was built from.

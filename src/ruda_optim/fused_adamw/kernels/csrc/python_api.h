@@ -129,7 +129,7 @@ struct Reader {
   PyObject* grad;               // the attribute's name
   PyObject* local;              // the attribute of a DTensor that holds this rank's part
   PyObject* is_neg;             // the method of torch's tensor class
-  PyObject* increment_version;  // torch.autograd.graph.increment_version
+  PyObject* increment_version;  // of torch.autograd.graph
 
   // False for a tensor without strided memory, or without any description.
   bool describe(PyObject* tensor, DLTensor* out) const {
