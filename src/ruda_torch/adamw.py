@@ -51,6 +51,11 @@ class AdamW(torch.optim.AdamW):
             0 removes the gradients' effect, infinity measures and never clips, None does not clip. Gradients themselves
             are never rewritten. Default None.
         check_finite: with ``fused_step``: one NaN or infinity anywhere skips the whole step. Default True.
+        moments: how the state keeps both moments (needs ``fused_step``): "float32" in 8 bytes per element, "bfloat16"
+            in 4, "packed16" in 2, both in one word under ``packed_moments``. The step computes in FP32 and rounds what
+            it stores with a dither that is a hash of the element and the step number, so a run repeats bit for bit in
+            any layout and on any number of threads and ranks. AMSGrad's maximum takes 4 bytes, or 2 in the last two
+            forms. Default "float32".
         split_master: None or True keeps the masters of BF16 parameters as the parameter plus 16 bits, False in FP32,
             two bytes per element more (needs ``fused_step``). A parameter with a split master is rounded with ties away
             from zero. FP16 parameters always get an FP32 master. Default None.
@@ -90,9 +95,10 @@ class AdamW(torch.optim.AdamW):
         hierarchical_stats: bool = False,
         max_grad_norm: float | None = None,
         check_finite: bool = True,
+        moments: str = "float32",
         split_master: bool | None = None,
     ) -> None:
-        settings = Settings(hierarchical_stats, max_grad_norm, check_finite, split_master)
+        settings = Settings(hierarchical_stats, max_grad_norm, check_finite, moments, split_master)
         check_served(settings, fused_step=fused_step)
         torchs: dict[str, Any] = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         if fused_step:
@@ -123,7 +129,7 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def settings(self) -> Settings:
-        """``hierarchical_stats``, ``max_grad_norm``, ``check_finite`` and ``split_master``."""
+        """``hierarchical_stats``, ``max_grad_norm``, ``check_finite``, ``moments`` and ``split_master``."""
         return self._live.settings
 
     @property
@@ -343,9 +349,9 @@ class AdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a checkpoint of this class or of ``torch.optim.AdamW``.
 
-        Everything is checked before anything is replaced, tensors are copied, and the state keeps this optimizer's
-        dtypes (FP32 moments). Hyperparameters, ``max_grad_norm`` and ``check_finite`` come from the checkpoint; which
-        step runs (``fused_step``, ``capturable``, ...) stays what it is.
+        Everything is checked before anything is replaced, and tensors are copied. Hyperparameters, ``max_grad_norm``
+        and ``check_finite`` come from the checkpoint; which step runs (``fused_step``, ``capturable``, ...) and the
+        form of moments and masters stay what they are: the state is converted.
 
         Raises:
             ValueError: groups or shapes that do not fit, with the parameter's name; a checkpoint that disagrees about
@@ -355,7 +361,7 @@ class AdamW(torch.optim.AdamW):
             self._live.owner.load_state_dict(state_dict)
             return
         if not self._fused_step:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(checkpoint.for_torch(state_dict))
             checkpoint.warn_of_loss(state_dict)
             return
         shown = self._live.state_shown

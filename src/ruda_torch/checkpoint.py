@@ -11,9 +11,10 @@ import torch
 
 from ruda_optim.fused_adamw import InvalidOption, InvalidState, ShapeMismatch
 
-from . import masters, migration, sharding
+from . import masters, migration, moments, sharding
 from .hyperparameters import group_options
-from .members import MASTER, MOMENTS, REMAINDER, step_counter
+from .members import MASTER, REMAINDER, step_counter
+from .moments import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, PACKED
 from .settings import check_group_keys
 
 if TYPE_CHECKING:
@@ -29,7 +30,11 @@ KEY = "ruda"
 """Top-level key of a state dict under which this library's settings travel, as plain numbers."""
 FORMAT = 1
 _SWITCHES = ("foreach", "fused", "differentiable", "capturable", "decoupled_weight_decay")
-_STATE_DTYPES = {**dict.fromkeys(MOMENTS, torch.float32), MASTER: torch.float32, REMAINDER: torch.bfloat16}
+_STATE_DTYPES = {
+    **dict.fromkeys((EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, MASTER), torch.float32),
+    **dict.fromkeys((PACKED, REMAINDER), torch.bfloat16),
+}
+"""How entries are read; moments are brought into the optimizer's form afterwards."""
 
 
 def settings_entry(settings: Settings) -> dict[str, Any]:
@@ -71,6 +76,12 @@ def load(optimizer: AdamW, torch_load: Callable[[StateDict], None], state_dict: 
     return settings
 
 
+def for_torch(state_dict: StateDict) -> StateDict:
+    """What torch's own step can load of any checkpoint: packed moments are unpacked, which loses nothing."""
+    state = state_dict.get("state") if isinstance(state_dict, dict) else None
+    return moments.unpack_moments(state_dict) if isinstance(state, dict) else state_dict
+
+
 def warn_of_loss(state_dict: StateDict) -> None:
     """Warn if a checkpoint of the fused step holds what torch's own step does not do."""
     entry = state_dict.get(KEY)
@@ -104,10 +115,10 @@ def convert_amsgrad(state_dict: StateDict, *, amsgrad: bool) -> StateDict:
     state = {}
     for key, entry in state_dict["state"].items():
         state[key] = dict(entry)
-        if amsgrad and "exp_avg_sq" in entry:
-            state[key].setdefault("max_exp_avg_sq", entry["exp_avg_sq"].clone())
-        elif not amsgrad:
-            state[key].pop("max_exp_avg_sq", None)
+        if not amsgrad:
+            state[key].pop(MAX_EXP_AVG_SQ, None)
+        elif MAX_EXP_AVG_SQ not in entry and (EXP_AVG_SQ in entry or PACKED in entry):
+            state[key][MAX_EXP_AVG_SQ] = moments.second_moment(entry)
     groups = [{**group, "amsgrad": amsgrad} for group in state_dict["param_groups"]]
     return {**state_dict, "state": state, "param_groups": groups}
 
@@ -180,13 +191,14 @@ def _convert_state(optimizer: AdamW, groups: list[dict[str, Any]], saved: dict[A
                 state[parameter] = deepcopy(entry)  # not ours
                 continue
             where = f"parameter {index} of group {number}" + (f" ({names[index]})" if names else "")
-            for needed in ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if live["amsgrad"] else ())):
+            stored = (PACKED,) if PACKED in entry else (EXP_AVG, EXP_AVG_SQ)
+            for needed in ("step", *stored, *((MAX_EXP_AVG_SQ,) if live["amsgrad"] else ())):
                 if needed not in entry:
                     raise InvalidState(
                         f"the checkpoint's state of {where} has no {needed}, only {', '.join(map(str, entry))}; is it "
                         "an AdamW checkpoint?"
                     )
-            if "max_exp_avg_sq" in entry and not live["amsgrad"]:
+            if MAX_EXP_AVG_SQ in entry and not live["amsgrad"]:
                 raise InvalidState(
                     f"the checkpoint's state of {where} has a max_exp_avg_sq, but its group amsgrad=False; load "
                     "ruda_torch.convert_amsgrad(state_dict, amsgrad=False), which drops it"
@@ -197,6 +209,7 @@ def _convert_state(optimizer: AdamW, groups: list[dict[str, Any]], saved: dict[A
                 else _convert(f"{name} of {where}", name, value, parameter)
                 for name, value in _without_useless_master(entry, parameter).items()
             }
+            moments.convert(converted, parameter, optimizer.settings.moments)
             _convert_master(converted, parameter, split=optimizer.settings.keeps_split(parameter.dtype))
             state[parameter] = converted
     state.update(deepcopy(rest))  # state of no parameter: somebody's own, kept as torch keeps it
@@ -238,6 +251,8 @@ def _convert(what: str, name: str, value: Any, parameter: Tensor) -> Any:
     if name not in _STATE_DTYPES:
         return value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
     dtype = _STATE_DTYPES[name]
+    if name == PACKED:
+        moments.check_words(what, value)
     if not isinstance(value, torch.Tensor):
         raise InvalidState(f"{what} must be a tensor, got {type(value).__name__}")
     if value.shape != parameter.shape:

@@ -204,7 +204,7 @@ class Engine:
             self._step(replace(inputs, gradients=gradients), reduction)
 
     def _reduction(self, ranks: Ranks, groups: list[dict[str, Any]], found_inf: Tensor | float | None) -> Reduction:
-        settings = f"{self._settings.check_finite} {self._settings.max_grad_norm}"
+        settings = f"{self._settings.check_finite} {self._settings.max_grad_norm} {self._settings.moments}"
         enabled = self._settings.measures or found_inf is not None
         return Reduction(ranks, len(groups), enabled=enabled, settings=settings)
 

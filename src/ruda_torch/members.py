@@ -15,6 +15,7 @@ from ruda_optim.fused_adamw import DifferentDevice, FusedAdamWError, InvalidStat
 from ruda_optim.fused_adamw.storage import GRADIENT_DTYPES, TensorMemory, check_has_memory, check_memory, overlaps
 
 from . import sharding
+from .moments import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, PACKED, state_dtype, state_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,6 @@ MASTER = "master"
 """State key of the FP32 master of an FP16 or BF16 parameter."""
 REMAINDER = "master_remainder"
 """State key of a split master's low 16 bits, stored as the bits of a BF16 tensor (a type every backend can move)."""
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Member:
 
     ``state`` is what the optimizer holds, empty before the first update. ``target`` is the memory that the step reads
     and writes: the parameter itself, or the stand-in that a compiled graph passes for it. ``gradient`` is this rank's
-    part of it, None for a parameter that has a state and stays out of this step.
+    part of it, None for a parameter that has a state and stays out of this step. ``moments`` are the keys of the state.
     """
 
     where: str
@@ -46,13 +46,13 @@ class Member:
     gradient: Tensor | None
     position: int
     group: int
-    amsgrad: bool
+    moments: tuple[str, ...]
     state: dict[str, Any]
     created: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def moments(self) -> tuple[str, ...]:
-        return MOMENTS if self.amsgrad else MOMENTS[:2]
+    def amsgrad(self) -> bool:
+        return MAX_EXP_AVG_SQ in self.moments
 
     @property
     def memory_keys(self) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ class Member:
         if not self.state:
             new["step"] = torch.zeros((), dtype=torch.float32, device=_counter_device(parameter))
             for key in self.moments:
-                new[key] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+                new[key] = torch.zeros_like(parameter, dtype=state_dtype(settings.moments), requires_grad=False)
         if parameter.dtype is torch.float32:
             return
         if settings.keeps_split(parameter.dtype):
@@ -95,9 +95,9 @@ class Member:
         return TensorMemory(
             gradient=parameter if self.gradient is None else self.gradient,
             parameter=None if split else self.local(MASTER) if half else parameter,
-            exp_avg=self.local("exp_avg"),
-            exp_avg_sq=self.local("exp_avg_sq"),
-            max_exp_avg_sq=self.local("max_exp_avg_sq") if self.amsgrad else None,
+            exp_avg=self.local(PACKED if PACKED in self.moments else EXP_AVG),
+            exp_avg_sq=self.local(EXP_AVG_SQ) if EXP_AVG_SQ in self.moments else None,
+            max_exp_avg_sq=self.local(MAX_EXP_AVG_SQ) if self.amsgrad else None,
             copy=parameter if half else None,
             remainder=self.local(REMAINDER) if split else None,
             step=self.local("step"),
@@ -117,7 +117,7 @@ def collect(
         groups, state: the optimizer's.
         targets: the parameters of each group, or their stand-ins.
         gradients: this rank's parts, one per parameter of all groups, None for those that stay out of this step.
-        settings: say which parameters keep a split master.
+        settings: say in which form moments are kept, and which parameters keep a split master.
 
     Raises:
         InvalidTensor, ShapeMismatch, DifferentDevice, InvalidState: what is wrong, with group and index.
@@ -127,6 +127,7 @@ def collect(
     position = -1
     for number, group in enumerate(groups):
         names = group.get("param_names")
+        keys = state_keys(settings.moments, amsgrad=bool(group["amsgrad"]))
         for index, (parameter, target) in enumerate(zip(group["params"], targets[number], strict=True)):
             position += 1
             gradient = gradients[position]
@@ -134,7 +135,7 @@ def collect(
             if gradient is None and not held:
                 continue
             where = describe(number, index, names)
-            member = Member(where, parameter, target, None, position, number, bool(group["amsgrad"]), held)
+            member = Member(where, parameter, target, None, position, number, keys, held)
             if gradient is None:
                 if _is_ready(member, settings):
                     members.append(member)
@@ -257,17 +258,18 @@ def _check_state(member: Member, settings: Settings) -> None:
         raise InvalidState(f"the state of {where} must be a dict, got {type(state).__name__}")
     if not state:
         return
-    if "step" not in state or "exp_avg" not in state or "exp_avg_sq" not in state:
+    needed = ("step", *state_keys(settings.moments, amsgrad=False))
+    if any(key not in state for key in needed):
         raise InvalidState(
-            f"the state of {where} must have step, exp_avg and exp_avg_sq, got {', '.join(map(str, state))}; "
-            "load a checkpoint with load_state_dict"
+            f"the state of {where} must have {', '.join(needed[:-1])} and {needed[-1]}, got "
+            f"{', '.join(map(str, state))}; load a checkpoint with load_state_dict, which converts moments"
         )
-    if member.amsgrad and "max_exp_avg_sq" not in state:
+    if member.amsgrad and MAX_EXP_AVG_SQ not in state:
         raise InvalidState(
             f"the state of {where} has no max_exp_avg_sq, which amsgrad=True needs; convert the checkpoint with "
             "ruda_torch.convert_amsgrad(state_dict, amsgrad=True), or set amsgrad=False"
         )
-    if not member.amsgrad and "max_exp_avg_sq" in state:
+    if not member.amsgrad and MAX_EXP_AVG_SQ in state:
         raise InvalidState(
             f"the state of {where} has a max_exp_avg_sq, but amsgrad is False now; a running optimizer keeps its "
             "amsgrad. Load ruda_torch.convert_amsgrad(optimizer.state_dict(), amsgrad=False) to drop the maximum"
@@ -281,7 +283,7 @@ def _check_state(member: Member, settings: Settings) -> None:
             )
     parameter = member.parameter
     local = sharding.local(parameter)
-    dtypes = [(key, torch.float32) for key in member.moments]
+    dtypes = [(key, state_dtype(settings.moments)) for key in member.moments]
     if parameter.dtype is not torch.float32:
         dtypes += [(MASTER, torch.float32), (REMAINDER, torch.bfloat16)]
     for key, dtype in dtypes:

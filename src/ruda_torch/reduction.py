@@ -40,8 +40,8 @@ _ANOTHER_OPTIMIZER = (
 )
 _ANOTHER_STEP = (
     "the {size} ranks do not have gradients for the same parameters (or not with the same placements, or not the same "
-    "max_grad_norm and check_finite), so an update would make them drift apart; nothing was updated. Let every rank "
-    "run the same layers, or clear or zero-fill the gradients of the layers that some ranks did not run"
+    "max_grad_norm, check_finite and moments), so an update would make them drift apart; nothing was updated. Let "
+    "every rank run the same layers, or clear or zero-fill the gradients of the layers that some ranks did not run"
 )
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from ruda_optim import generic
-from ruda_optim.fused_adamw import moment_codes
 
 from . import sharding
+from .moments import PACKED, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,10 +26,6 @@ SHOWN = 30
 """Rows of a printed report; a model of thousands of parameters must still fit into an issue."""
 NAMED = 5
 """Parameters that a warning names."""
-
-
-PACKED = "packed_moments"
-"""Both moments in one 16-bit word, as bits in a BF16 tensor."""
 
 
 class SkippedStepsWarning(UserWarning):
@@ -295,13 +291,12 @@ def _update(group: dict[str, Any], state: dict[str, Any], step: int) -> Tensor:
     lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
     amsgrad = bool(group["amsgrad"])
     config = generic.AdamWConfig(float(lr), float(beta1), float(beta2), eps, amsgrad=amsgrad)
-    moments = {name: sharding.local(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
-    if PACKED in moments:
-        words = moments[PACKED].view(torch.int16).cpu().numpy().view(np.uint16)
-        first, second = (torch.from_numpy(m).to(moments[PACKED].device) for m in moment_codes.decode_packed(words))
+    held = {name: sharding.local(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    if PACKED in held:
+        first, second = unpacked(held[PACKED])
     else:
-        first, second = moments["exp_avg"].float(), moments["exp_avg_sq"].float()
-    maximum = moments["max_exp_avg_sq"].float() if amsgrad else None
+        first, second = held["exp_avg"].float(), held["exp_avg_sq"].float()
+    maximum = held["max_exp_avg_sq"].float() if amsgrad else None
     return generic.AdamW(config).update(generic.Moments(step, first, second, maximum))
 
 

@@ -11,6 +11,8 @@ import torch
 from ruda_optim.fused_adamw import GradientGuardOptions, InvalidOption, StepControl
 from ruda_optim.fused_adamw.options import check_flag
 
+from .moments import check_form
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -23,11 +25,13 @@ class Settings:
     hierarchical_stats: bool = False
     max_grad_norm: float | None = None
     check_finite: bool = True
+    moments: str = "float32"
     split_master: bool | None = None
 
     def __post_init__(self) -> None:
         check_flag("hierarchical_stats", self.hierarchical_stats)
         check_flag("check_finite", self.check_finite)
+        check_form(self.moments)
         if self.split_master is not None and not isinstance(self.split_master, bool):
             raise InvalidOption(f"split_master must be None, True or False, got {self.split_master!r}")
         try:

@@ -62,13 +62,18 @@ def test_bad_values_are_refused(call, error, message) -> None:
         call()
 
 
+def arithmetic(options: AdamWOptions) -> dict[str, object]:
+    """What of the options changes the numbers of an exact step: not the form in which moments are kept."""
+    return {name: value for name, value in dataclasses.asdict(options).items() if name != "moments"}
+
+
 def test_defaults_are_those_of_the_fused_options() -> None:
-    assert dataclasses.asdict(AdamWConfig()) == dataclasses.asdict(AdamWOptions())
+    assert dataclasses.asdict(AdamWConfig()) == arithmetic(AdamWOptions())
     assert AdamW().config == AdamWConfig()
 
 
 def generic(case: Case) -> AdamW:
-    return AdamW(AdamWConfig(**dataclasses.asdict(case.options)))
+    return AdamW(AdamWConfig(**arithmetic(case.options)))
 
 
 def fields(parameter: torch.Tensor, moments: Moments) -> dict[str, torch.Tensor]:

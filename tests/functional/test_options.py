@@ -107,8 +107,8 @@ ERRORS = [
     (lambda: AdamWState(-3, ONES, ONES), InvalidState, "step must be an int >= 1, got -3"),
     (lambda: AdamWState(1.0, ONES, ONES), InvalidState, "step must be an int >= 1, got 1.0"),
     (lambda: AdamWState(2**64, ONES, ONES), StepOverflow, r"step must be at most 2\^64 - 1, got 18446744073709551616"),
-    (lambda: AdamWState(1, None, ONES), InvalidTensor, "first_moment must be an FP32 tensor, got NoneType"),
-    (lambda: AdamWState(1, ONES, [1.0]), InvalidTensor, "second_moment must be an FP32 tensor, got list"),
+    (lambda: AdamWState(1, None, ONES), InvalidTensor, "first_moment must be an FP32 or BF16 tensor, got NoneType"),
+    (lambda: AdamWState(1, ONES, [1.0]), InvalidTensor, "second_moment must be an FP32 or BF16 tensor, got list"),
     (
         lambda: AdamWState(1, ONES.half(), ONES),
         InvalidTensor,
@@ -117,7 +117,7 @@ ERRORS = [
     (
         lambda: AdamWState(1, ONES, ONES.double()),
         InvalidTensor,
-        "second_moment must be an FP32 tensor, got torch.float64",
+        "second_moment must be an FP32 or BF16 tensor, got torch.float64",
     ),
     (lambda: AdamWState(1, ONES, ONES, ONES.int()), InvalidTensor, "max_second_moment must be .* got torch.int32"),
     (

@@ -96,6 +96,7 @@ def test_torch_ignores_our_settings():
         "hierarchical_stats": False,
         "max_grad_norm": 2.0,
         "check_finite": False,
+        "moments": "float32",
         "split_master": None,
     }
     assert set(saved["param_groups"][0]) == set(torch.optim.AdamW(model()).state_dict()["param_groups"][0])

@@ -195,6 +195,8 @@ class AdamWOptions:
         weight_decay: finite, >= 0; ``learning_rate * weight_decay`` must be finite in FP32. Default 1e-4.
         amsgrad: divide by the running maximum of the uncorrected second moment. Default False.
         maximize: climb instead of descend: the gradient is negated, weight decay is not. Default False.
+        moments: dtype of the state: "float32" or "bfloat16", which is rounded with a dither that is a hash of the
+            element and the step number. Default "float32".
 
     Integers are taken as numbers (``beta1=0`` is 0.0); bools, strings, NaN and infinity are refused.
 
@@ -211,6 +213,7 @@ class AdamWOptions:
     weight_decay: float = 1e-4
     amsgrad: bool = False
     maximize: bool = False
+    moments: str = "float32"
 
     def __post_init__(self) -> None:
         values = check_hyperparameters(
@@ -218,6 +221,9 @@ class AdamWOptions:
         )
         check_flag("amsgrad", self.amsgrad)
         check_flag("maximize", self.maximize)
+        if self.moments not in ("float32", "bfloat16"):
+            packed = "; packed moments belong to ruda_torch.AdamW" if self.moments == "packed16" else ""
+            raise InvalidOption(f"moments must be 'float32' or 'bfloat16', got {self.moments!r}{packed}")
         for name, value in zip(_OPTION_NAMES, values, strict=True):
             object.__setattr__(self, name, value)
 

@@ -13,7 +13,8 @@ Source: Loshchilov & Hutter 2019 (arXiv:1711.05101); Reddi et al. 2018 for AMSGr
 maximum and the correction. The corrections are computed here and not taken from ``options.prepare_step``, so that a
 mistake there cannot hide.
 
-Moments in 16 bits are specified by their codes, in ``moment_codes.py``, which this module hands on.
+Moments in 16 bits are specified by their codes, in ``moment_codes.py``, which this module hands on. ``adamw`` itself
+returns the exact moments whatever ``options.moments`` says; a kernel stores ``encode_bf16(m, v, dither(p, g, seed))``.
 """
 
 from __future__ import annotations

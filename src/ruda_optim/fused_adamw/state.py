@@ -18,14 +18,14 @@ class AdamWState:
 
     Args:
         step: t of the last completed update, an int in [1, 2^64 - 1]. Before the first update there is no state.
-        first_moment: m, FP32, the parameter's shape.
-        second_moment: v, FP32, same shape and device.
-        max_second_moment: running maximum of v, FP32, same shape and device; None without AMSGrad.
+        first_moment: m, FP32 or BF16 (``AdamWOptions.moments``), the parameter's shape.
+        second_moment: v, same dtype, shape and device.
+        max_second_moment: running maximum of v, same dtype, shape and device; None without AMSGrad.
 
     Raises:
         InvalidState: ``step`` is not an int or below 1.
         StepOverflow: ``step`` is above 2^64 - 1.
-        InvalidTensor: a moment is not an FP32 tensor.
+        InvalidTensor: a moment is neither FP32 nor BF16, or has another dtype than the first.
         ShapeMismatch, DifferentDevice: the moments do not belong together.
     """
 
@@ -49,9 +49,16 @@ class AdamWState:
             if moment is None and name == "max_second_moment":
                 continue
             if not isinstance(moment, torch.Tensor):
-                raise InvalidTensor(f"{name} must be an FP32 tensor, got {type(moment).__name__}")
-            if moment.dtype is not torch.float32:
-                raise InvalidTensor(f"{name} must be an FP32 tensor, got {moment.dtype}; convert it with .float()")
+                raise InvalidTensor(f"{name} must be an FP32 or BF16 tensor, got {type(moment).__name__}")
+            if moment.dtype not in (torch.float32, torch.bfloat16):
+                raise InvalidTensor(
+                    f"{name} must be an FP32 or BF16 tensor, got {moment.dtype}; convert it with .float()"
+                )
+            if moment.dtype is not first.dtype:
+                raise InvalidTensor(
+                    f"{name} must have the dtype of first_moment, {first.dtype}, got {moment.dtype}; convert one of "
+                    "them"
+                )
             if moment.shape != first.shape:
                 raise ShapeMismatch(
                     f"{name} must have the shape of first_moment {tuple(first.shape)}, got {tuple(moment.shape)}"

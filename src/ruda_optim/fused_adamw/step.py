@@ -37,6 +37,7 @@ _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 _DEFAULT_CONTROL = StepControl()
 _DEFAULT_GUARD = GradientGuardOptions()
+_MOMENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +78,7 @@ def adamw_step(
             gradients.
         state: the state after the previous update, or None before the first one: that update computes the moments
             without reading memory for them.
-        options: hyperparameters. ``options.amsgrad`` must agree with the state.
+        options: hyperparameters. ``options.amsgrad`` and ``options.moments`` must agree with the state.
         control: loss scale, and a flag that skips the update.
 
     Returns:
@@ -88,7 +89,8 @@ def adamw_step(
     Raises:
         InvalidTensor: not a tensor, a wrong dtype or layout.
         ShapeMismatch, DifferentDevice: tensors that do not belong together; nothing is broadcast or moved.
-        InvalidState: the state lacks the AMSGrad maximum that the options need, or has one that they do not use.
+        InvalidState: the state lacks the AMSGrad maximum that the options need, has one that they do not use, or has
+            not the dtype that they say.
         StepOverflow: the step count is at 2^64 - 1, and this call would count another.
         ImportError: the device's kernels cannot run here; the message says why.
 
@@ -251,7 +253,13 @@ def _check_entry(
         if state.max_second_moment is not None:
             moments.append(("state.max_second_moment", state.max_second_moment))
         for name, moment in moments:
-            _check_tensor(f"{where}{name}", moment, (torch.float32,))
+            if moment.dtype is not _MOMENT_DTYPES[options.moments]:
+                raise InvalidState(
+                    f"{where}{name} must be {options.moments} for moments={options.moments!r}, got "
+                    f"{str(moment.dtype).removeprefix('torch.')}. To convert, rebuild the state with "
+                    f"AdamWState.from_parts(...) of .to(torch.{options.moments}), which rounds to nearest once"
+                )
+            _check_tensor(f"{where}{name}", moment, (_MOMENT_DTYPES[options.moments],))
             if not moment.is_contiguous():
                 raise InvalidTensor(
                     f"{where}{name} must be contiguous, got strides {moment.stride()}; call .contiguous()"
@@ -310,8 +318,11 @@ def _launch(
         return []
     memories, updates = [], []
     for (parameters, gradients, state), step in zip(entries, steps, strict=True):
-        new = [torch.empty_like(parameters) for _ in range(4 if options.amsgrad else 3)]
-        new_state = AdamWState(step.step, *new[1:])
+        moments = _MOMENT_DTYPES[options.moments]
+        new_state = AdamWState(
+            step.step, *(torch.empty_like(parameters, dtype=moments) for _ in range(3 if options.amsgrad else 2))
+        )
+        new = torch.empty_like(parameters)
         old_state = new_state if state is None else state  # FIRST: the kernel does not read the old moments
         memories.append(
             TensorMemory(
@@ -320,14 +331,14 @@ def _launch(
                 exp_avg=old_state.first_moment,
                 exp_avg_sq=old_state.second_moment,
                 max_exp_avg_sq=old_state.max_second_moment,
-                parameter_out=new[0],
+                parameter_out=new,
                 exp_avg_out=new_state.first_moment,
                 exp_avg_sq_out=new_state.second_moment,
                 max_exp_avg_sq_out=new_state.max_second_moment,
                 first=state is None,
             )
         )
-        updates.append(AdamWUpdate(new[0], new_state, updated=True))
+        updates.append(AdamWUpdate(new, new_state, updated=True))
     table = LaunchTable(memories, entries[0][0].device)
     rows = {step: row for row, step in enumerate(dict.fromkeys(steps))}
     table.fields[Field.COEFFICIENTS] = torch.tensor([rows[step] for step in steps], device="cpu")
