@@ -35,8 +35,10 @@ _V_FIRST, _V_LAST = np.uint32(139 << 21), np.uint32(((139 + 512) << 21) - 1)  # 
 _M_BASE = np.uint32(0x3D800000)  # 2^-4
 _M_LAST = np.uint32(0x3D800000 + (64 << 20) - 1)
 _OFFSET = np.float32(2.0**-4)
+_modulo = np.errstate(over="ignore")  # of 0-d arrays NumPy would say that integers wrap around
 
 
+@_modulo
 def dither(parameter: ArrayLike, gradient: ArrayLike, seed: int) -> Bits:
     """32 bits for each element: the low half rounds v, the high half rounds m.
 
@@ -52,6 +54,7 @@ def dither(parameter: ArrayLike, gradient: ArrayLike, seed: int) -> Bits:
     return np.asarray(x ^ (x >> np.uint32(16)))
 
 
+@_modulo
 def encode_bf16(m: ArrayLike, v: ArrayLike, dithers: ArrayLike) -> tuple[Words, Words]:
     """Both moments as BF16 bits. A NaN becomes 0x7fc0."""
     r = np.asarray(dithers, np.uint32)
@@ -67,6 +70,7 @@ def decode_bf16(words: ArrayLike) -> Floats:
     return _floats(np.asarray(words, np.uint16).astype(np.uint32) << np.uint32(16))
 
 
+@_modulo
 def encode_packed(m: ArrayLike, v: ArrayLike, dithers: ArrayLike = NEAREST) -> Words:
     """One word for both moments. What does not fit saturates, infinity and NaN too; a NaN in m counts as positive."""
     r = np.asarray(dithers, np.uint32)
@@ -74,8 +78,7 @@ def encode_packed(m: ArrayLike, v: ArrayLike, dithers: ArrayLike = NEAREST) -> W
     # Negative v, which no step makes, is code 0: its sign bit makes it the least of the signed integers.
     dithered = (v + ((r & np.uint32(0xFFFF)) << np.uint32(5))).view(np.int32)
     t = np.clip(dithered, _V_FIRST.view(np.int32), _V_LAST.view(np.int32)).view(np.uint32)
-    with np.errstate(over="ignore"):
-        units = np.add(_floats(m & _ABS) * _floats(np.uint32(254 << 23) - _scale(t)), _OFFSET)
+    units = np.add(_floats(m & _ABS) * _floats(np.uint32(254 << 23) - _scale(t)), _OFFSET)
     y = np.minimum(_bits(units) + ((r >> np.uint32(16)) << np.uint32(4)), _M_LAST)
     code = (t >> _V_SHIFT) - _V_BASE | (y - _M_BASE) >> _M_SHIFT << np.uint32(9)
     return (code | (m & ~_ABS) >> np.uint32(16)).astype(np.uint16)
@@ -96,8 +99,8 @@ def _scale(v: Bits) -> Bits:
 
 
 def _bits(x: ArrayLike) -> Bits:
-    return np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return np.asarray(x, np.float32, order="C").view(np.uint32)
 
 
 def _floats(bits: Bits) -> Floats:
-    return np.ascontiguousarray(bits).view(np.float32)
+    return np.asarray(bits, order="C").view(np.float32)
