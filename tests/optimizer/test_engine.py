@@ -96,6 +96,27 @@ def test_an_accelerator_takes_the_steps_of_the_cpu(amsgrad, max_grad_norm, reque
             assert torch.allclose(left.float(), right.float(), rtol=2**-19, atol=3 * 1e-1 * 2**-20)
 
 
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("moments", ["bfloat16", "packed16"])
+def test_an_accelerator_stores_the_words_of_the_cpu(moments, amsgrad, request):
+    """Bit for bit: nothing is clipped, and the powers of these decays are FP64 numbers that every pow returns."""
+    found = {}
+    for where in ("cpu", "simulated"):
+        if where == "simulated":
+            request.getfixturevalue("simulated")
+        parameters, optimizer = _optimizer(amsgrad=amsgrad, moments=moments, betas=(0.75, 0.5), max_grad_norm=math.inf)
+        for seed in range(4):
+            _give_gradients(parameters, seed)
+            if seed == 2:
+                parameters[2].grad[-1] = math.inf
+            optimizer.step()
+        assert _steps(parameters, optimizer) == [3.0] * 4
+        found[where] = [tensor.contiguous().clone() for tensor in _tensors(parameters, optimizer)]
+    for left, right in zip(*found.values(), strict=True):
+        assert left.dtype is right.dtype
+        assert torch.equal(left.flatten().view(torch.uint8), right.flatten().view(torch.uint8))
+
+
 def test_scale_and_found_inf_stay_on_the_device(simulated):
     parameters, optimizer = _optimizer(max_grad_norm=1.0)
     plain_parameters, plain = _optimizer(max_grad_norm=1.0)
@@ -252,11 +273,11 @@ def no_reads(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case", ["plain", "checked", "clipped", "scaled", "told", "tensor hyperparameters", "some gradients"]
+    "case", ["plain", "checked", "clipped", "scaled", "told", "tensor hyperparameters", "some gradients", "packed16"]
 )
 def test_no_step_reads_the_device(simulated, no_reads, case):
     options = {"max_grad_norm": 1.0} if case in ("clipped", "scaled", "told") else {"check_finite": case != "plain"}
-    parameters, optimizer = _optimizer(**options)
+    parameters, optimizer = _optimizer(**options, moments="packed16" if case == "packed16" else "float32")
     if case == "tensor hyperparameters":
         optimizer.param_groups[0].update(lr=torch.tensor(1e-2), weight_decay=torch.tensor(0.1))
         optimizer.param_groups[1]["betas"] = (torch.tensor(0.9), torch.tensor(0.99))

@@ -413,8 +413,16 @@ def test_moments_of_one_state_have_one_dtype() -> None:
     ("form", "change", "message"),
     [
         ("packed16", lambda s: s.pop("packed_moments"), "must have step and packed_moments, got step"),
-        ("packed16", lambda s: s.update(packed_moments=s["packed_moments"].float()), "must be bfloat16, got torch.float32"),
-        ("bfloat16", lambda s: s.update(exp_avg=s["exp_avg"].float()), "exp_avg of .* must be bfloat16, got torch.float32"),
+        (
+            "packed16",
+            lambda s: s.update(packed_moments=s["packed_moments"].float()),
+            "must be bfloat16, got torch.float32",
+        ),
+        (
+            "bfloat16",
+            lambda s: s.update(exp_avg=s["exp_avg"].float()),
+            "exp_avg of .* must be bfloat16, got torch.float32",
+        ),
         ("bfloat16", lambda s: s.update(packed_moments=s.pop("exp_avg")), "must have step, exp_avg and exp_avg_sq"),
     ],
 )

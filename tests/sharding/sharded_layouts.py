@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ruda_torch
+from ruda_torch.sharding import placed_like
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +48,32 @@ def half_parameters_keep_their_masters(context: Context) -> None:
     for split in (False, True):
         for max_grad_norm in (None, 0.25):
             compare_with_one_process(mesh, fsdp, dtype=torch.bfloat16, max_grad_norm=max_grad_norm, split_master=split)
+
+
+@check(2, 4)
+def low_moments_have_the_bits_of_one_process(context: Context) -> None:
+    """The dither is a hash of the element and the step: no shard, even or uneven or empty, changes a bit."""
+    flat = context.mesh()
+    square = context.mesh((2, context.world // 2), ("dp", "tp"))
+    for shard, mesh in ((fsdp, flat), (offloaded, flat), (two_dimensional, square)):
+        for moments in ("bfloat16", "packed16"):
+            for dtype, amsgrad in ((torch.float32, True), (torch.bfloat16, False)):
+                model, alone = shard(build(dtype), mesh), build(dtype)
+                options = {"moments": moments, "amsgrad": amsgrad, "max_grad_norm": math.inf}
+                optimizer, twin = optimizer_of(model, **options), optimizer_of(alone, **options)
+                generator = torch.Generator().manual_seed(3)
+                for _ in range(3):
+                    for parameter, other in zip(model.parameters(), alone.parameters(), strict=True):
+                        other.grad = torch.randn(other.shape, generator=generator).to(dtype)
+                        parameter.grad = placed_like("the gradient", other.grad, parameter)
+                    optimizer.step()
+                    twin.step()
+                for parameter, other in zip(model.parameters(), alone.parameters(), strict=True):
+                    assert torch.equal(full(parameter), other)
+                    assert optimizer.state[parameter].keys() == twin.state[other].keys()
+                    for key, wanted in twin.state[other].items():
+                        found = full(optimizer.state[parameter][key])
+                        assert torch.equal(found.flatten().view(torch.uint8), wanted.flatten().view(torch.uint8)), key
 
 
 @check(2)
