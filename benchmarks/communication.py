@@ -24,7 +24,7 @@ from torch import multiprocessing, nn
 
 import environment
 import ruda_torch
-from ruda_torch import sharding
+from ruda_torch import ranks as shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +88,7 @@ def _steps(world: int) -> dict[str, Callable[[], object]]:
         return ruda_torch.AdamW(groups, fused_step=True, **options)
 
     guarded = optimizer(True, max_grad_norm=1.0)
-    ranks = sharding.find([p for group in guarded.param_groups for p in group["params"]], guarded=True)
+    ranks = shared.find(guarded.param_groups, guarded=True)
     assert ranks is not None
     numbers = torch.ones(message_bytes(2) // 8, dtype=torch.float64)
     return {

@@ -10,6 +10,7 @@ import argparse
 import gc
 import json
 import pathlib
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch
 import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     Training = Callable[[int, int], dict[str, Any]]
     """Trains with a seed for a number of steps; returns what came out, a number called ``quality`` among it."""
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 
 
-def main(script: str, what: str, quality: str, contestants: dict[str, Training], steps: int) -> pathlib.Path:
+def main(
+    script: str,
+    what: str,
+    quality: str,
+    contestants: dict[str, Training],
+    steps: int,
+    arguments: Sequence[str] | None = None,
+) -> pathlib.Path:
     """Run everything, print a line for each training, write ``results/<script>.json``; returns that path.
 
     Args:
@@ -35,15 +43,18 @@ def main(script: str, what: str, quality: str, contestants: dict[str, Training],
         quality: what the number of that name is.
         contestants: name and training; the last one is ours, which the others are compared with.
         steps: the default of ``--steps``.
+        arguments: the command line, by default the process's own.
     """
     parser = argparse.ArgumentParser(description=what)
     parser.add_argument("--seeds", type=int, default=3, help="trainings per optimizer (default 3)")
     parser.add_argument("--steps", type=int, default=steps, help=f"of each training (default {steps:,})")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS / f"{script}.json")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # models this small lose time to a second thread, whoever steps
     found: dict[str, Any] = {
-        "environment": environment.describe(torch.device("cpu"), environment.command_line(f"{script}.py")),
+        "environment": environment.describe(
+            torch.device("cpu"), environment.command_line(pathlib.Path(sys.argv[0]).name)
+        ),
         "what": what,
         "quality": quality,
         "steps": args.steps,
