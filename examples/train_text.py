@@ -20,7 +20,7 @@ from pathlib import Path
 
 from demo_text import DemoError, Text, load_text
 from pace import MOST, evaluations, measure, timing_steps
-from training import NAMES, Configuration, Run, option, read_checkpoint, write_atomically
+from training import MOMENT_BYTES, NAMES, Configuration, Run, option, read_checkpoint, write_atomically
 from training_picture import draw
 
 from ruda_optim.fused_adamw.storage import available
@@ -58,6 +58,7 @@ def demo(args: argparse.Namespace) -> int:
     parameters = sum(parameter.numel() for parameter in config.model().parameters())
     print(f"text:    {text.source}, {len(text.training):,} bytes to train on, {len(text.validation):,} to validate on")
     print(f"model:   {args.layers} layers of width {args.width}, {parameters:,} parameters in {args.dtype}")
+    print(f"moments: {args.moments}, {MOMENT_BYTES[args.moments] * parameters:,} bytes in the fused step's state")
     print(f"unigram: {per_byte(entropy)}, the best that a model without context could do on the validation text")
 
     checkpoints = {method: args.out / f"checkpoint-{method}.pt" for method in ("ruda", "torch")}
@@ -165,6 +166,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="of parameters and gradients; bf16 keeps FP32 masters, by hand for torch's AdamW")  # fmt: skip
     add("--max-grad-norm", type=float, default=1.0, metavar="NORM",
         help="clip all gradients to this global L2 norm; inf measures it and never clips")  # fmt: skip
+    add("--moments", choices=tuple(MOMENT_BYTES), default="float32",
+        help="how the fused step keeps its moments: 8, 4 or 2 bytes per element")  # fmt: skip
     add("--minutes", type=float, default=3.0, help="without --steps: how long the demo may take, about")
     add("--steps", type=int, help=f"optimizer steps of each run (None: as many as fit into --minutes, at most {MOST})")
     add("--checkpoint-every", type=int, default=100, metavar="STEPS", help="write a checkpoint this often")

@@ -28,7 +28,9 @@ NAMES = {
     "torch": "torch.optim.AdamW()",
     "torch-fused": "torch.optim.AdamW(fused=True)",
 }
-CHECKPOINT_FORMAT = 2
+MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "packed16": 2}
+"""Of both moments of one element."""
+CHECKPOINT_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Configuration:
     weight_decay: float
     max_grad_norm: float
     """Infinity measures the norm and never clips."""
+    moments: str = "float32"
+    """How the fused step keeps them."""
 
     def model(self) -> GPT:
         """A new model; the same bits for the same seed."""
@@ -109,7 +113,12 @@ class RudaStep:
     def __init__(self, model: nn.Module, config: Configuration) -> None:
         groups = parameter_groups(dict(model.named_parameters()), config.weight_decay)
         self.optimizer = ruda_torch.AdamW(
-            groups, lr=config.lr, betas=(0.9, 0.95), fused_step=True, max_grad_norm=config.max_grad_norm
+            groups,
+            lr=config.lr,
+            betas=(0.9, 0.95),
+            fused_step=True,
+            max_grad_norm=config.max_grad_norm,
+            moments=config.moments,
         )
 
     def __call__(self) -> tuple[float, float, bool]:

@@ -71,8 +71,13 @@ def assert_same_bits(left: Any, right: Any, where: str = "checkpoint") -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--dtype", "bf16", "--max-grad-norm", "0.5"], ["--max-grad-norm", "inf", "--no-compare"]],
-    ids=["fp32", "bf16", "not clipped, not compared"],
+    [
+        [],
+        ["--dtype", "bf16", "--max-grad-norm", "0.5"],
+        ["--max-grad-norm", "inf", "--no-compare"],
+        ["--dtype", "bf16", "--moments", "packed16", "--no-compare"],
+    ],
+    ids=["fp32", "bf16", "not clipped, not compared", "packed moments"],
 )
 def test_runs_and_draws(
     tmp_path: pathlib.Path, text: pathlib.Path, capsys: pytest.CaptureFixture[str], options: list[str]
@@ -107,6 +112,8 @@ def test_runs_and_draws(
     assert [sum(map(math.isinf, norms)) for norms in history["layer_norms"]] == [step == 4 for step in range(8)]
     for norms, total in zip(history["layer_norms"], history["grad_norm"], strict=True):
         assert math.hypot(*norms) == pytest.approx(total, rel=1e-5)  # statistics in FP32
+    stored = {"packed_moments"} if "packed16" in options else {"exp_avg", "exp_avg_sq"}
+    assert all(stored < set(state) for state in checkpoint["optimizer"]["state"].values())
     if "--no-compare" not in options:
         assert load(out / "checkpoint-torch.pt")["history"]["skipped"] == history["skipped"]
 
@@ -125,7 +132,15 @@ def test_learns_more_than_byte_frequencies_and_agrees_with_torch(tmp_path: pathl
     assert ours[:10] == pytest.approx(theirs[:10], rel=1e-4)
 
 
-@pytest.mark.parametrize("options", [["--dropout", "0.2"], ["--dtype", "bf16", "--max-grad-norm", "0.5"]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--dropout", "0.2"],
+        ["--dtype", "bf16", "--max-grad-norm", "0.5"],
+        ["--moments", "packed16"],
+    ],
+    ids=str,
+)
 def test_resume_continues_bit_for_bit(
     tmp_path: pathlib.Path, text: pathlib.Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:

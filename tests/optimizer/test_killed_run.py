@@ -19,9 +19,9 @@ DEMO = (
 ).split()
 
 
-def run(folder, seed, kills, steps):
+def run(folder, seed, kills, steps, moments):
     """The final checkpoint of a run with so many kills, and what was printed about them."""
-    arguments = [*DEMO, "--steps", str(steps), "--text", str(ROOT / "README.md")]
+    arguments = [*DEMO, "--steps", str(steps), "--moments", moments, "--text", str(ROOT / "README.md")]
     result = subprocess.run(
         [
             sys.executable,
@@ -64,17 +64,24 @@ def differences(left, right, where=""):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks the runs")
 @pytest.mark.parametrize(
-    ("seed", "kills", "steps"),
-    [(0, 6, 40), *(pytest.param(seed, 40, 300, marks=pytest.mark.slow) for seed in (1, 2, 3))],
+    ("seed", "kills", "steps", "moments"),
+    [
+        (0, 6, 40, "packed16"),
+        *(
+            pytest.param(seed, 40, 300, moments, marks=pytest.mark.slow)
+            for seed, moments in enumerate(("float32", "bfloat16", "packed16"), 1)
+        ),
+    ],
 )
-def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path, seed, kills, steps):
+def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path, seed, kills, steps, moments):
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "killed").mkdir()
-    undisturbed, _ = run(tmp_path / "undisturbed", seed, 0, steps)
-    killed, printed = run(tmp_path / "killed", seed, kills, steps)
+    undisturbed, _ = run(tmp_path / "undisturbed", seed, 0, steps, moments)
+    killed, printed = run(tmp_path / "killed", seed, kills, steps, moments)
     assert printed.count("killed ") == kills
     assert "written" in printed or "replace" in printed or "fsync" in printed
     assert undisturbed["step"] == killed["step"] == steps
     assert differences(undisturbed, killed) == []
     names = {key for state in killed["optimizer"]["state"].values() for key in state}
-    assert names == {"step", "exp_avg", "exp_avg_sq", "master_remainder"}
+    kept = {"packed_moments"} if moments == "packed16" else {"exp_avg", "exp_avg_sq"}
+    assert names == {"step", *kept, "master_remainder"}
