@@ -103,12 +103,17 @@ def _staged(compiled: bool) -> Callable[[list[Tensor], Variant], Any]:
     return make
 
 
-def _deepspeed(parameters: list[Tensor], variant: Variant) -> Any:
+def deepspeed(parameters: list[Tensor], hyperparameters: dict[str, Any]) -> Any:
+    """DeepSpeed's CPU optimizer, with decoupled weight decay."""
     # It compiles its operator on first use and looks for ninja on the path, where a virtual environment need not be.
     os.environ["PATH"] = os.pathsep.join((str(pathlib.Path(sys.executable).parent), os.environ.get("PATH", "")))
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return DeepSpeedCPUAdam(parameters, **HYPERPARAMETERS, adamw_mode=True)
+    return DeepSpeedCPUAdam(parameters, **hyperparameters, adamw_mode=True)
+
+
+def _deepspeed(parameters: list[Tensor], variant: Variant) -> Any:
+    return deepspeed(parameters, HYPERPARAMETERS)
 
 
 def _torchao(parameters: list[Tensor], variant: Variant) -> Any:

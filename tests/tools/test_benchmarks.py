@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -253,3 +254,44 @@ def test_whole_trainings_are_written_with_what_came_out(tmp_path: pathlib.Path) 
         # The same start, 20 steps of lr 3e-3 at most, FP32: two formulas part by rounding alone.
         assert entry["quality"] == pytest.approx(other["quality"], rel=1e-3)
         assert entry["seconds"] > 0
+
+
+@pytest.mark.parametrize("case", ["text", "embedding"])
+def test_trainings_with_each_form_of_moments(case: str, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "moments.json"
+    command = [sys.executable, "benchmarks/moments.py", case, "--seeds=1", "--steps=2", f"--output={output}"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    made = json.loads(output.read_text())["trainings"]
+    assert [entry["moments"] for entry in made] == ["float32", "bfloat16", "packed16"] * 2
+    for entry, size in zip(made, (8, 4, 2) * 2, strict=True):
+        assert entry["state bytes"] == size * entry["parameters"]
+        # Two steps of a thousandth part the forms by little; without a step the loss would be that of the start.
+        assert entry["quality"] == pytest.approx(made[0]["quality"], rel=0.05)
+        assert entry["quality"] < (math.log(256) if case == "text" else entry["training loss"][0] + 1)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_offloaded_step_is_measured(tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "offload.json"
+    command = [sys.executable, "benchmarks/offload.py", "--processes", "2", "--rounds=2", f"--elements={2**23}"]
+    subprocess.run([*command, f"--output={output}"], cwd=ROOT, check=True, timeout=300)
+    found = json.loads(output.read_text())
+    (measured,) = found["measured"]
+    rows = measured["optimizers"]
+    assert rows.keys() | measured["refused"].keys() == found["optimizers"].keys()
+    assert {"torch fused", "float32", "bfloat16", "packed16"} <= rows.keys()
+    for row in rows.values():
+        assert 0 < row["min ms"] <= row["median ms"] <= row["max ms"]
+        assert row["times torch fused"] > 0
+    # Parameters, gradients and state: 14 and 8 bytes by design; a process also keeps tables and pages of its own.
+    assert rows["packed16"]["resident bytes per element"] < rows["float32"]["resident bytes per element"]
+
+
+@pytest.mark.distributed
+def test_the_sum_over_ranks_is_measured(tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "communication.json"
+    command = [sys.executable, "benchmarks/communication.py", "--processes=1", "--rounds=2", f"--output={output}"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    found = json.loads(output.read_text())
+    assert all(found["measured"][0][kind]["median"] > 0 for kind in found["kinds"])
