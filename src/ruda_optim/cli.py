@@ -1,4 +1,5 @@
-"""The console command ``ruda-optim``: ``info`` says what this machine can run, ``check`` whether it computes rightly.
+"""The console command ``ruda-optim``: ``info`` says what this machine can run, ``check`` whether it computes rightly,
+``memory`` what a model of a given size needs.
 
 Plain text on purpose: the package depends on torch and NumPy alone, and a bug report should paste well.
 """
@@ -14,15 +15,16 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from . import __version__
+from . import __version__, memory_estimate
+from .fused_adamw.errors import InvalidOption
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _EXIT_CODES = """exit code:
-  0  info: something can run here.   check: everything that can run here was checked and is right.
+  0  info: something can run here.   check: everything that can run here was checked and is right.   memory: printed.
   1  info: nothing can run here.     check: a result is wrong, a kernel failed, or nothing could be checked.
-  2  the command line was not understood."""
+  2  the command line was not understood; memory: a value that does not exist or does not fit the others."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name. Default: those of the process.
     """
     args = _parse(argv)
+    if args.command == "memory":
+        return _memory(args)
     try:
         facts = machine()
     except ImportError as error:
@@ -133,6 +137,69 @@ def check_text(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", verdict])
 
 
+def memory_text(report: dict[str, Any]) -> str:
+    """The report of ``memory`` for people: one line for each optimizer, then the sources."""
+    entries = report["optimizers"]
+    largest = max(entry["bytes"]["total"] for entry in entries)
+    unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20) if largest >= 2**20 else ("bytes", 1)
+    what = f"{report['parameters']:,} parameters in {report['dtype']}, gradients in {report['gradient_dtype']}"
+    lines = [
+        what + (", AMSGrad" if report["amsgrad"] else ""),
+        "",
+        f"{'':<64}{unit:>40}{'bytes/element':>15}",
+        f"{'':<64}{'param':>8}{'grad':>8}{'master':>8}{'moments':>8}{'sum':>8}{'sum':>9}{'step':>6}",
+    ]
+    sources = list(dict.fromkeys(entry["source"] for entry in entries))
+    for entry in entries:
+        sizes = "".join(f"{size / scale:>8.{2 if scale > 1 else 0}f}" for size in entry["bytes"].values())
+        traffic = "" if entry["traffic_per_element"] is None else f"{entry['traffic_per_element']:>6g}"
+        name = f"{entry['optimizer']}, {entry['keeps']} [{sources.index(entry['source']) + 1}]"
+        lines.append(f"{name:<64}{sizes}{entry['bytes_per_element']['total']:>9.4g}{traffic}")
+    lines += ["", *(line for number, source in enumerate(sources, 1) for line in _row(f"[{number}] ", source)), ""]
+    notes = (
+        "step: what a step reads and writes, by its source; a finite check or clipping reads the gradients once more. "
+        "Arithmetic, not a measurement: activations, workspace, a framework's own copies and what small tensors keep "
+        "in FP32 are not in it."
+    )
+    return "\n".join([*lines, *_row("", notes)])
+
+
+def _memory(args: argparse.Namespace) -> int:
+    try:
+        count = memory_estimate.parameter_count(args.params)
+        common = {"gradient_dtype": args.grad_dtype, "amsgrad": args.amsgrad}
+        rows = [
+            *memory_estimate.estimate(args.dtype, masters=args.masters, moments=args.moments, **common),
+            *memory_estimate.estimate_others(args.dtype, **common),
+        ]
+    except InvalidOption as error:
+        print(f"ruda-optim memory: {error}", file=sys.stderr)
+        return 2
+    report = {
+        "parameters": count,
+        "dtype": memory_estimate.SHORT_DTYPES.get(args.dtype, args.dtype),
+        "gradient_dtype": memory_estimate.SHORT_DTYPES.get(
+            args.grad_dtype or args.dtype, args.grad_dtype or args.dtype
+        ),
+        "amsgrad": args.amsgrad,
+        "optimizers": [
+            {
+                "optimizer": row.optimizer,
+                "keeps": row.keeps,
+                "bytes": row.of(count),
+                "bytes_per_element": {
+                    name: float(getattr(row, name)) for name in ("parameter", "gradient", "master", "moments", "total")
+                },
+                "traffic_per_element": None if row.traffic is None else float(row.traffic),
+                "source": row.source,
+            }
+            for row in rows
+        ],
+    }
+    print(json.dumps(report, indent=2) if args.json else memory_text(report))
+    return 0
+
+
 def _row(head: str, text: str) -> list[str]:
     return textwrap.wrap(text, 118, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
 
@@ -153,7 +220,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"ruda-optim {__version__}")
     for_machines = argparse.ArgumentParser(add_help=False)
     for_machines.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{info,check}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{info,check,memory}")
     commands.add_parser(
         "info", parents=[for_machines], help="versions, devices, backends and why the others cannot run (the default)"
     )
@@ -171,6 +238,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=8_388_608,
         help="elements to time a step over; 0: time nothing (default 8388608)",
     )
+    memory = commands.add_parser(
+        "memory",
+        parents=[for_machines],
+        help="bytes for parameters, gradients, masters and moments, beside other optimizers; needs no torch",
+        epilog="example:\n  ruda-optim memory --params 8e9 --dtype bf16",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    memory.add_argument("--params", required=True, help="how many parameters the model has, for example 8e9")
+    memory.add_argument("--dtype", default="fp32", help="of the parameters: fp32, fp16 or bf16 (default fp32)")
+    memory.add_argument("--grad-dtype", help="of the gradients (default: that of the parameters)")
+    memory.add_argument("--masters", help="fp32, split or none (default: every kind that the dtype has)")
+    memory.add_argument("--moments", help="float32, bfloat16 or packed16 (default: all)")
+    memory.add_argument("--amsgrad", action="store_true", help="with the running maximum of the second moment")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments in ([], ["--json"]):
         arguments.insert(0, "info")

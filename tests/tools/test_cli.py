@@ -1,4 +1,4 @@
-"""The console command: ``info`` and ``check``, their exit codes, and what they say when something is wrong."""
+"""The console command: ``info``, ``check`` and ``memory``, their exit codes, what they say of what is wrong."""
 
 from __future__ import annotations
 
@@ -156,11 +156,71 @@ def test_a_kernel_that_raises_is_a_finding(capsys: pytest.CaptureFixture[str], m
     assert "ok" in printed, "the other checks still run"
 
 
-@pytest.mark.parametrize("arguments", [["check", "--elements", "-1"], ["nonsense"], ["info", "extra"]], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [["check", "--elements", "-1"], ["nonsense"], ["info", "extra"], ["memory"]], ids=str
+)
 def test_unknown_command_lines(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments)
     assert "usage: ruda-optim" in capsys.readouterr().err
+
+
+def test_memory_prints_what_it_says_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["memory", "--params", "8e9", "--dtype", "bf16"]
+    assert cli.main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["parameters"] == 8_000_000_000
+    assert (report["dtype"], report["gradient_dtype"], report["amsgrad"]) == ("bfloat16", "bfloat16", False)
+    ours = {entry["keeps"]: entry for entry in report["optimizers"] if entry["optimizer"] == "ruda_torch.AdamW"}
+    assert len(ours) == 6
+    smallest = ours["packed16 moments, split master"]
+    assert smallest["bytes"]["total"] == 64_000_000_000
+    assert smallest["bytes_per_element"]["total"] == 8
+    assert smallest["traffic_per_element"] == 14
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "8,000,000,000 parameters in bfloat16, gradients in bfloat16"
+    assert max(map(len, printed)) <= 120
+    for entry in report["optimizers"]:
+        (line,) = [line for line in printed if line.startswith(f"{entry['optimizer']}, {entry['keeps']} [")]
+        sizes = [f"{size / 2**30:.2f}" for size in entry["bytes"].values()]
+        assert line.partition("]")[2].split()[:5] == sizes
+        number = line.partition("]")[0].rpartition("[")[2]
+        assert f"[{number}] {entry['source']}" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (["--masters", "split", "--moments", "packed16", "--dtype", "bf16"], ["packed16 moments, split master"]),
+        (["--moments", "float32", "--grad-dtype", "bf16", "--amsgrad"], ["float32 moments"]),
+        (["--dtype", "fp16", "--masters", "fp32", "--moments", "bfloat16"], ["bfloat16 moments, FP32 master"]),
+    ],
+)
+def test_memory_of_one_choice(capsys: pytest.CaptureFixture[str], words: list[str], rows: list[str]) -> None:
+    assert cli.main(["memory", "--params", "10", "--json", *words]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [e["keeps"] for e in report["optimizers"] if e["optimizer"] == "ruda_torch.AdamW"] == rows
+    assert report["amsgrad"] is ("--amsgrad" in words)
+    assert report["gradient_dtype"] == ("float16" if "fp16" in words else "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--params", "nan"], "must be whole and at least 1"),
+        (["--params", "0"], "must be whole and at least 1"),
+        (["--params", "8e9", "--dtype", "int8"], "dtype must be one of"),
+        (["--params", "8e9", "--masters", "split"], "an FP32 parameter is its own master"),
+    ],
+)
+def test_memory_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert cli.main(["memory", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("ruda-optim memory: ")
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
 
 
 def test_missing_torch_is_one_sentence(tmp_path: Any) -> None:
