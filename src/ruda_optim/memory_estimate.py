@@ -150,7 +150,7 @@ def estimate_others(
     Args:
         dtype: as for :func:`estimate`.
         gradient_dtype: as for :func:`estimate`.
-        amsgrad: only optimizers that have AMSGrad, with their maximum.
+        amsgrad: torch's alone, with its maximum; the others have no AMSGrad, or refuse to step with it (torchao 0.18).
 
     Raises:
         InvalidOption: an unknown dtype.
@@ -160,7 +160,7 @@ def estimate_others(
     gradient = DTYPES[_dtype("gradient_dtype", gradient_dtype or dtype)]
     half = size == 2
     copy = 4 if half else 0
-    tensors = 3 if amsgrad else 2  # second moments and maxima have one format
+    tensors = 3 if amsgrad else 2
 
     def row(optimizer: str, keeps: str, master: float, moments: Fraction | int, source: str) -> MemoryEstimate:
         return MemoryEstimate(
@@ -168,7 +168,7 @@ def estimate_others(
         )
 
     def blocks(bits: int, scale_bytes: int, block: int) -> Fraction:
-        return tensors * (Fraction(bits, 8) + Fraction(scale_bytes, block))
+        return 2 * (Fraction(bits, 8) + Fraction(scale_bytes, block))
 
     torch_source = "torch/optim/adamw.py: zeros_like(parameter)"
     plain = "all in the parameter's dtype, no master" if half else "FP32 moments"
@@ -176,6 +176,8 @@ def estimate_others(
     if half:
         autocast = (Fraction(4), Fraction(4), Fraction(0), Fraction(4 * tensors), None)
         rows.insert(0, MemoryEstimate("torch.optim.AdamW", "FP32 parameters, autocast", *autocast, torch_source))
+    if amsgrad:
+        return tuple(rows)
     with_copy = "FP32 moments" + (", FP32 master" if half else "")
     no_copy = ", no master" if half else ""
     ao_source = "torchao/optim: codes and FP32 scales, subclass_8bit.py, subclass_4bit.py, subclass_fp8.py"
@@ -183,8 +185,6 @@ def estimate_others(
         row("torchao AdamW8bit", f"8-bit moments, blocks of 256{no_copy}", 0, blocks(8, 4, 256), ao_source),
         row("torchao AdamW4bit", f"4-bit moments, blocks of 128{no_copy}", 0, blocks(4, 4, 128), ao_source),
     ]
-    if amsgrad:
-        return tuple(rows)
     flash_source = "arXiv:2602.23349; databricks/flashoptim, flashoptim/optimizers.py"
     flash = "8-bit moments, groups of 32"
     rows += [
