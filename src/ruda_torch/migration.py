@@ -4,9 +4,9 @@ Each function takes the ``state_dict()`` of one optimizer and returns a new one 
 ``torch.optim.AdamW`` load. The input is not changed; tensors that need no conversion are shared with it, and loading
 copies them. None of the packages needs to be installed.
 
-What a checkpoint cannot tell is the caller's to know: apex and DeepSpeed keep the choice between Adam with an L2 term
-and AdamW outside of it, so load only what was trained with ``adam_w_mode=True`` (apex) or ``adamw_mode=True``
-(DeepSpeed).
+What a checkpoint cannot tell is the caller's to know: these libraries keep the choice between Adam with an L2 term and
+AdamW outside of it, so load only what was trained with ``adam_w_mode=True`` (apex), ``adamw_mode=True`` (DeepSpeed) or
+a class whose name begins with AdamW (torchao).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 
 from ruda_optim.fused_adamw import InvalidState
 
+from . import quantized
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     ReadGroup = Callable[[str, dict[str, Any]], dict[str, Any]]
     ReadEntry = Callable[[str, dict[str, Any], dict[str, Any]], dict[str, Any]]
 
+_STATES = ("state1", "state2")
 _BITSANDBYTES_NESTED = "__bnb_optimizer_quant_state__"
 # Names by which a checkpoint shows where it comes from: in a group, in a parameter's state.
 _CONVERTERS = {
@@ -47,13 +50,15 @@ def check_origin(state_dict: Any) -> None:
     entries = [entry for entry in state_dict["state"].values() if isinstance(entry, Mapping)]
     groups = state_dict["param_groups"]
     names = set().union(*groups), set().union(*entries)
-    for converter, marks in _CONVERTERS.items():
-        if any(map(set.intersection, names, marks)):
-            other = " or from_deepspeed" if converter == "from_apex" else ""
-            raise InvalidState(
-                f"the checkpoint is another optimizer's; load ruda_torch.migration.{converter}(state_dict){other}, "
-                "which brings it into torch's form"
-            )
+    found = [converter for converter, marks in _CONVERTERS.items() if any(map(set.intersection, names, marks))]
+    if any(quantized.is_torchao(value) for entry in entries for value in entry.values()):
+        found.append("from_torchao")
+    if found:
+        other = " or from_deepspeed" if found[0] == "from_apex" else ""
+        raise InvalidState(
+            f"the checkpoint is another optimizer's; load ruda_torch.migration.{found[0]}(state_dict){other}, which "
+            "brings it into torch's form"
+        )
     for number, group in enumerate(groups):
         if not group.get("decoupled_weight_decay", True) and group.get("weight_decay"):
             raise InvalidState(
@@ -61,15 +66,6 @@ def check_origin(state_dict: Any) -> None:
                 "gradient; AdamW takes it from the parameter. To go on that way, load a copy in which "
                 "param_groups[...]['decoupled_weight_decay'] is True; to go on as before, use torch.optim.Adam"
             )
-    for entry in entries:
-        for name in ("exp_avg", "exp_avg_sq"):
-            kind = type(entry.get(name))
-            if kind.__module__.split(".")[0] == "torchao":
-                raise InvalidState(
-                    f"the checkpoint's {name} is quantized ({kind.__name__} of torchao): it holds other values than an "
-                    "FP32 moment. Train on with the optimizer that wrote it, load .dequantize() of every moment, which "
-                    "rounds nothing further, or start from the weights alone"
-                )
 
 
 def _instead(state_dict: Mapping[Any, Any]) -> str:
@@ -106,13 +102,38 @@ def from_deepspeed(state_dict: StateDict) -> StateDict:
 
 
 def from_bitsandbytes(state_dict: StateDict) -> StateDict:
-    """Convert a checkpoint of ``bitsandbytes.optim.AdamW`` or ``AdamW32bit``.
+    """Convert a checkpoint of ``bitsandbytes.optim.AdamW``, ``AdamW32bit``, ``AdamW8bit`` or a paged one of them.
+
+    Blockwise 8-bit moments become the FP32 numbers that bitsandbytes computes with, bit for bit; moments of small
+    tensors, which it keeps in FP32, stay as they are. What the codes had rounded away is lost: see the page on
+    migration. Where a second moment was rounded to 0, the first is set to 0 (:func:`ruda_torch.quantized.checked`).
+
+    Args:
+        state_dict: 8-bit states with blocks of 256 elements or, before bitsandbytes 0.44, 2,048; as ``state_dict()``
+            nests them today, or flat.
 
     Raises:
-        InvalidState: 8-bit moments, which hold other values than FP32 moments would; the 32-bit parts of such a
-            checkpoint are not converted either. Also a state with a third moment (AdEMAMix).
+        InvalidState: a third moment (AdEMAMix); 8-bit moments that are not blockwise, whose parts do not fit, that are
+            not contiguous, not finite, or whose second moment is below 0.
     """
     return _convert("bitsandbytes", state_dict, _plain_group, _bitsandbytes_entry, {"alpha", "t_alpha", "t_beta3"})
+
+
+def from_torchao(state_dict: StateDict) -> StateDict:
+    """Convert a checkpoint of torchao's ``AdamW8bit``, ``AdamW4bit`` or ``AdamWFp8``.
+
+    Quantized moments become the FP32 numbers of torchao's own ``dequantize()``, bit for bit; those of small tensors are
+    taken over in FP32. What the codes had rounded away is lost: see the page on migration. Where the divisor was
+    rounded to 0, the first moment is set to 0 (:func:`ruda_torch.quantized.checked`). The learning rate, a tensor in
+    torchao, becomes a number. AMSGrad's maximum comes along.
+
+    torchao's ``Adam8bit`` and so on add their weight decay to the gradient and look the same: convert them only if the
+    decay is 0. To load a file with quantized moments torchao must be installed.
+
+    Raises:
+        InvalidState: quantized moments of sharded parameters, of another form, not finite, or a second moment below 0.
+    """
+    return _convert("torchao", state_dict, _torchao_group, _torchao_entry, set())
 
 
 def from_optimi(state_dict: StateDict) -> StateDict:
@@ -132,6 +153,8 @@ def from_optimi(state_dict: StateDict) -> StateDict:
 def _convert(
     source: str, state_dict: StateDict, read_group: ReadGroup, read_entry: ReadEntry, dropped: set[str]
 ) -> StateDict:
+    if not isinstance(state_dict, Mapping) or "state" not in state_dict or "param_groups" not in state_dict:
+        check_origin(state_dict)
     defaults = torch.optim.AdamW([torch.nn.Parameter(torch.empty(0))]).state_dict()["param_groups"][0]
     groups: list[dict[str, Any]] = []
     state: dict[Any, dict[str, Any]] = {}
@@ -171,14 +194,37 @@ def _plain_entry(where: str, group: dict[str, Any], entry: dict[str, Any]) -> di
 
 def _bitsandbytes_entry(where: str, group: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
     moments = {**entry, **entry.get(_BITSANDBYTES_NESTED, {})}
-    first = _moment(where, moments, "state1")
-    second = _moment(where, moments, "state2")
+    first, second = (_tensor(where, moments, name) for name in _STATES)
     if first.shape != second.shape:
         raise InvalidState(
             f"{where} must have one first and one second moment of one shape, got {tuple(first.shape)} and "
             f"{tuple(second.shape)}; is it an AdamW checkpoint?"
         )
+    if torch.uint8 in (first.dtype, second.dtype):
+        first, second = (quantized.bitsandbytes_moment(where, moments, number) for number in (1, 2))
+        first = quantized.checked(where, first, second)
+    else:
+        first, second = (_moment(where, moments, name) for name in _STATES)
     return {"step": _step(where, entry.get("step")), "exp_avg": first, "exp_avg_sq": second}
+
+
+def _torchao_group(where: str, group: dict[str, Any]) -> dict[str, Any]:
+    return {**_plain_group(where, {**group, "amsgrad": False}), "lr": float(group["lr"])}
+
+
+def _torchao_entry(where: str, group: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    moments: dict[str, torch.Tensor] = {}
+    in_codes = False
+    for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ())):
+        held = entry.get(name)
+        if quantized.is_torchao(held):
+            in_codes = True
+            moments[name] = quantized.torchao_moment(f"{name} of {where}", held)
+        else:
+            moments[name] = _moment(where, entry, name).float()
+    if in_codes:
+        moments["exp_avg"] = quantized.checked(where, *moments.values())
+    return {"step": _step(where, entry.get("step")), **moments}
 
 
 def _optimi_group(where: str, group: dict[str, Any]) -> dict[str, Any]:
@@ -203,14 +249,19 @@ def _optimi_entry(where: str, group: dict[str, Any], entry: dict[str, Any]) -> d
     return {"step": step, **moments}
 
 
-def _moment(where: str, entry: dict[str, Any], name: str) -> torch.Tensor:
-    moment = entry.get(name)
-    if not isinstance(moment, torch.Tensor):
+def _tensor(where: str, entry: dict[str, Any], name: str) -> torch.Tensor:
+    held = entry.get(name)
+    if not isinstance(held, torch.Tensor):
         raise InvalidState(f"{where} has no {name}, only {', '.join(map(str, entry))}")
+    return held
+
+
+def _moment(where: str, entry: dict[str, Any], name: str) -> torch.Tensor:
+    moment = _tensor(where, entry, name)
     if not moment.is_floating_point():
         raise InvalidState(
-            f"{name} of {where} is quantized ({moment.dtype}): it holds other values than an FP32 moment. Train on "
-            "with the optimizer that wrote it, or start from the weights alone"
+            f"{name} of {where} must be floating-point, got {moment.dtype}, a form that is not known here. "
+            "Train on with the optimizer that wrote it, or start from the weights alone"
         )
     return moment
 

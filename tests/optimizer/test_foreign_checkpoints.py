@@ -56,7 +56,7 @@ FOREIGN = {
     "optimi": (with_state(MOMENTS, {"decouple_lr": False, "kahan_sum": True}), "migration.from_optimi"),
     "torchao": (
         with_state({"step": 1, "exp_avg": QUANTIZED, "exp_avg_sq": QUANTIZED}),
-        "quantized .Quantized of torchao",
+        r"migration.from_torchao\(state_dict\)",
     ),
     "Adam": (adams(weight_decay=0.1), "Adam's, with weight_decay=0.1 added to the gradient"),
     "SGD": (with_state({"momentum_buffer": torch.zeros(17, 5)}), "has no step, only momentum_buffer; is it an AdamW"),
@@ -76,7 +76,7 @@ def test_what_is_not_ours_is_named_and_changes_nothing(name) -> None:
 
 
 def test_every_converter_that_is_named_exists() -> None:
-    for name in ("from_bitsandbytes", "from_apex", "from_deepspeed", "from_optimi"):
+    for name in ("from_bitsandbytes", "from_apex", "from_deepspeed", "from_optimi", "from_torchao"):
         assert callable(getattr(migration, name))
 
 

@@ -136,7 +136,7 @@ REFUSED = [
     ("deepspeed", with_change("deepspeed", {"amsgrad": True}), "keeps no maximum"),
     ("deepspeed", with_change("deepspeed", {}, {"step": 1, "momentum": 0}), "has no exp_avg, only step, momentum"),
     ("deepspeed", with_change("deepspeed", {"params": [0]}), "parameters of no group"),
-    ("bitsandbytes", with_change("bitsandbytes", {}, QUANTIZED), "quantized"),
+    ("bitsandbytes", with_change("bitsandbytes", {}, QUANTIZED), "has no qmap1, absmax1"),
     ("bitsandbytes", with_change("bitsandbytes", {}, TWO_FIRST), "one first and one second moment"),
     ("optimi", with_change("optimi", {"decouple_wd": False}), "adds weight decay"),
     ("optimi", torch_run(1)[1].state_dict(), "has no beta1"),
