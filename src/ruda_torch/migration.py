@@ -18,7 +18,7 @@ import torch
 
 from ruda_optim.fused_adamw import InvalidState
 
-from . import quantized
+from . import quantized, sharding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,13 +125,14 @@ def from_torchao(state_dict: StateDict) -> StateDict:
     Quantized moments become the FP32 numbers of torchao's own ``dequantize()``, bit for bit; those of small tensors are
     taken over in FP32. What the codes had rounded away is lost: see the page on migration. Where the divisor was
     rounded to 0, the first moment is set to 0 (:func:`ruda_torch.quantized.checked`). The learning rate, a tensor in
-    torchao, becomes a number. AMSGrad's maximum comes along.
+    torchao, becomes a number. AMSGrad's maximum comes along. Moments of sharded parameters (DTensor) are converted part
+    by part, without any communication.
 
     torchao's ``Adam8bit`` and so on add their weight decay to the gradient and look the same: convert them only if the
     decay is 0. To load a file with quantized moments torchao must be installed.
 
     Raises:
-        InvalidState: quantized moments of sharded parameters, of another form, not finite, or a second moment below 0.
+        InvalidState: quantized moments of another form, not finite, or a second moment below 0.
     """
     return _convert("torchao", state_dict, _torchao_group, _torchao_entry, set())
 
@@ -213,17 +214,16 @@ def _torchao_group(where: str, group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _torchao_entry(where: str, group: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
-    moments: dict[str, torch.Tensor] = {}
-    in_codes = False
-    for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ())):
-        held = entry.get(name)
-        if quantized.is_torchao(held):
-            in_codes = True
-            moments[name] = quantized.torchao_moment(f"{name} of {where}", held)
-        else:
-            moments[name] = _moment(where, entry, name).float()
-    if in_codes:
-        moments["exp_avg"] = quantized.checked(where, *moments.values())
+    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
+    held = {name: _moment(where, entry, name) for name in names}
+    parts: dict[str, torch.Tensor] = {}
+    for name, moment in held.items():  # of a sharded moment this rank's part: whether it is quantized differs by rank
+        part = sharding.local(moment)
+        in_codes = quantized.is_torchao(part)
+        parts[name] = quantized.torchao_moment(f"{name} of {where}", part) if in_codes else part.float()
+    if any(map(quantized.is_torchao, held.values())):
+        parts["exp_avg"] = quantized.checked(where, *parts.values())
+    moments = {name: sharding.with_part(held[name], part) for name, part in parts.items()}
     return {"step": _step(where, entry.get("step")), **moments}
 
 

@@ -82,16 +82,11 @@ def torchao_moment(what: str, moment: Tensor) -> Tensor:
 
     Args:
         what: the moment, for errors.
-        moment: the tensor; whole, not one rank's part.
+        moment: the tensor; of a sharded one, this rank's part, which torchao quantizes by itself.
 
     Raises:
-        InvalidState: a sharded tensor, or one of another form.
+        InvalidState: a tensor of another form.
     """
-    if sharding.is_sharded(moment):
-        raise InvalidState(
-            f"{what} is sharded, and each rank's part is quantized by itself; convert a whole checkpoint "
-            "(torch.distributed.checkpoint.state_dict.get_optimizer_state_dict with full_state_dict=True)"
-        )
     codes, scales, values = (getattr(moment, name, None) for name in ("codes", "scale", "qmap"))
     form = type(moment).__name__
     if not isinstance(codes, torch.Tensor) or not isinstance(scales, torch.Tensor) or scales.ndim != 1:

@@ -57,6 +57,17 @@ def local(tensor: Tensor) -> Tensor:
     return part.wait()  # an AsyncCollectiveTensor has no memory to point at
 
 
+def with_part(like: Tensor, part: Tensor) -> Tensor:
+    """A tensor split over ranks as ``like`` is, of which this rank holds ``part``; nothing is sent."""
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    # With its shape: parts of an uneven split do not tell it.
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def placed_like(what: str, value: Tensor, parameter: Tensor) -> Tensor:
     """``value`` (of the parameter's full shape) split over ranks as ``parameter`` is.
 

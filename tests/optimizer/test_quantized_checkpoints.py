@@ -12,6 +12,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from quantized_states import Quantized, looked_up, random_codes, random_scales
 from small_runs import adamw
 
 import ruda_torch
@@ -21,22 +22,6 @@ from ruda_torch import migration
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "params": [0], "initial_lr": 0.5}
 SIGNED = torch.linspace(-1, 1, 256)
 UNSIGNED = torch.linspace(0, 1, 256) ** 2
-
-
-def random_codes(*shape: int, seed: int, low: int = 0, high: int = 256) -> torch.Tensor:
-    return torch.randint(low, high, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def random_scales(count: int, seed: int) -> torch.Tensor:
-    return torch.rand(count, generator=torch.Generator().manual_seed(seed)) + 0.5
-
-
-def looked_up(codes: np.ndarray, values: torch.Tensor, scales: torch.Tensor, block: int) -> list[float]:
-    """One element after the other: the value of its code times the scale of its block, in FP32."""
-    return [
-        float(np.float32(values[int(code)].item()) * np.float32(scales[position // block].item()))
-        for position, code in enumerate(codes.reshape(-1))
-    ]
 
 
 # --------------------------------------------------------------------------------------------------------- bitsandbytes
@@ -86,26 +71,6 @@ def test_bitsandbytes_numbers(shape, block, nested) -> None:
 # -------------------------------------------------------------------------------------------------------------- torchao
 
 
-class Quantized(torch.Tensor):
-    """What the converter sees of torchao's OptimState8bit, OptimState4bit and OptimStateFp8."""
-
-    @staticmethod
-    def __new__(cls, shape, codes, scale, qmap=None):
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
-
-    def __init__(self, shape, codes, scale, qmap=None) -> None:
-        self.codes, self.scale = codes, scale
-        if qmap is not None:
-            self.qmap = qmap
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, arguments=(), named=None):
-        raise NotImplementedError(f"{function} of a stand-in")
-
-
-Quantized.__module__ = "torchao.optim.subclass_8bit"
 SHAPE = (64, 66)
 ELEMENTS = math.prod(SHAPE)
 FP8 = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn).float()

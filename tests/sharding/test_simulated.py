@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
+from quantized_states import Quantized, looked_up, random_codes, random_scales
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ruda_torch
-from ruda_optim.fused_adamw import InvalidTensor
+from ruda_optim.fused_adamw import InvalidState, InvalidTensor
+from ruda_torch import migration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,6 +48,29 @@ def test_a_fake_process_group_stands_for_ranks_like_this_one(mesh: DeviceMesh) -
     model.weight.grad.to_local()[0, 0] = math.nan
     optimizer.step()
     assert optimizer.last_step_skipped
+
+
+def test_quantized_moments_of_torchao_are_converted_part_by_part(mesh: DeviceMesh) -> None:
+    """An uneven split: 130 rows on 4 ranks. This rank's part is quantized by itself, and nothing is sent."""
+    parameter = nn.Parameter(distribute_tensor(torch.ones(130, 128), mesh, [Shard(0)]))
+    part = parameter.to_local().shape
+    assert part == (33, 128)
+    scales, values = random_scales(33, 1), torch.linspace(0, 1, 256)
+    codes = random_codes(*part, seed=2, low=1)
+    moment = DTensor.from_local(
+        Quantized(part, codes, scales, values), mesh, [Shard(0)], run_check=False, shape=(130, 128), stride=(128, 1)
+    )
+    group = {"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
+    saved = {"state": {0: {"step": 3, "exp_avg": moment, "exp_avg_sq": moment}}, "param_groups": [group]}
+    optimizer = ruda_torch.AdamW([parameter], fused_step=True)
+    with pytest.raises(InvalidState, match="from_torchao"):
+        optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(migration.from_torchao(saved))
+    for name in ("exp_avg", "exp_avg_sq"):
+        loaded = optimizer.state[parameter][name]
+        assert loaded.shape == (130, 128)
+        assert loaded.placements == parameter.placements
+        assert loaded.to_local().reshape(-1).tolist() == looked_up(codes.numpy(), values, scales, 128)
 
 
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True, "max_grad_norm": 1.0}], ids=["plain", "amsgrad"])
