@@ -113,8 +113,8 @@ def from_bitsandbytes(state_dict: StateDict) -> StateDict:
             nests them today, or flat.
 
     Raises:
-        InvalidState: a third moment (AdEMAMix); 8-bit moments that are not blockwise, whose parts do not fit, that are
-            not contiguous, not finite, or whose second moment is below 0.
+        InvalidState: a third moment (AdEMAMix); moments that are not contiguous; 8-bit moments that are not blockwise,
+            whose parts do not fit, that are not finite, or whose second moment is below 0.
     """
     return _convert("bitsandbytes", state_dict, _plain_group, _bitsandbytes_entry, {"alpha", "t_alpha", "t_beta3"})
 
@@ -200,6 +200,12 @@ def _bitsandbytes_entry(where: str, group: dict[str, Any], entry: dict[str, Any]
         raise InvalidState(
             f"{where} must have one first and one second moment of one shape, got {tuple(first.shape)} and "
             f"{tuple(second.shape)}; is it an AdamW checkpoint?"
+        )
+    if not (first.is_contiguous() and second.is_contiguous()):
+        raise InvalidState(
+            f"the moments of {where} must be contiguous, got strides {first.stride()} and {second.stride()}: on a GPU "
+            "bitsandbytes goes along their memory beside a contiguous parameter, on a CPU in the order of the indices, "
+            "and the checkpoint does not tell which it was"
         )
     if torch.uint8 in (first.dtype, second.dtype):
         first, second = (quantized.bitsandbytes_moment(where, moments, number) for number in (1, 2))

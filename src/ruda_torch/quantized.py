@@ -46,12 +46,11 @@ def bitsandbytes_moment(where: str, entry: Mapping[str, Any], number: int) -> Te
 
     Args:
         where: the parameter, for errors.
-        entry: its state: ``state1, qmap1, absmax1`` or ``state2, qmap2, absmax2``.
+        entry: its state: ``state1, qmap1, absmax1`` or ``state2, qmap2, absmax2``; contiguous.
         number: 1 or 2.
 
     Raises:
-        InvalidState: something is missing or does not fit; codes that are not contiguous: on a GPU bitsandbytes counts
-            blocks along the memory, on a CPU in row-major order, and the checkpoint does not tell which it was.
+        InvalidState: something is missing or does not fit.
     """
     names = [f"{name}{number}" for name in ("state", "qmap", "absmax")]
     missing = [name for name in names if not isinstance(entry.get(name), torch.Tensor)]
@@ -63,11 +62,6 @@ def bitsandbytes_moment(where: str, entry: Mapping[str, Any], number: int) -> Te
         )
     codes, values, scales = (entry[name] for name in names)
     what = f"{names[0]} of {where}"
-    if not codes.is_contiguous():
-        raise InvalidState(
-            f"{what} must be contiguous, got strides {codes.stride()}: whether its blocks run along the memory or in "
-            "row-major order depends on the device that trained it"
-        )
     for block in _BLOCKS:
         if scales.shape == (math.ceil(codes.numel() / block),):
             return _scaled(_looked_up(what, codes, values, 256), scales, block).view(codes.shape)

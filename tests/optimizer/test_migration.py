@@ -128,6 +128,7 @@ def with_change(source: str, change: dict, entry: dict | None = None) -> dict:
 
 
 QUANTIZED = {"step": 1, "state1": torch.zeros(7, dtype=torch.uint8), "state2": torch.zeros(7, dtype=torch.uint8)}
+CHANNELS_LAST = {"step": 1, "state1": torch.zeros(5, 3).t(), "state2": torch.zeros(5, 3).t()}
 TWO_FIRST = {"step": 1, "state1": torch.zeros(2, 7), "state2": torch.zeros(7)}
 REFUSED = [
     ("apex", with_change("apex", {"bias_correction": False}), "bias_correction=False"),
@@ -138,6 +139,7 @@ REFUSED = [
     ("deepspeed", with_change("deepspeed", {"params": [0]}), "parameters of no group"),
     ("bitsandbytes", with_change("bitsandbytes", {}, QUANTIZED), "has no qmap1, absmax1"),
     ("bitsandbytes", with_change("bitsandbytes", {}, TWO_FIRST), "one first and one second moment"),
+    ("bitsandbytes", with_change("bitsandbytes", {}, CHANNELS_LAST), "must be contiguous, got strides"),
     ("optimi", with_change("optimi", {"decouple_wd": False}), "adds weight decay"),
     ("optimi", torch_run(1)[1].state_dict(), "has no beta1"),
 ]

@@ -241,7 +241,7 @@ DAMAGED = {
     "signed second moment": ({"qmap2": SIGNED}, "the second moment of .* has values below 0"),
     "not contiguous": (
         {name: random_codes(30, 20, seed=1).t() for name in ("state1", "state2")},
-        r"state1 of .* must be contiguous, got strides \(1, 20\)",
+        r"the moments of parameter 0 .* must be contiguous, got strides \(1, 20\) and \(1, 20\)",
     ),
     "no step": ({"step": None}, "has no step"),
 }
