@@ -116,6 +116,7 @@ def _measure(rank: int, world: int, elements: int, rounds: int, folder: str) -> 
             step = _step(name, model)
         except ImportError as error:
             found["refused"][name] = str(error)
+            del model  # now, not where the next one counts
             continue
         for _ in range(2):
             step()

@@ -39,7 +39,7 @@ def parameter_of(dtype: str, gradient_dtype: str) -> torch.nn.Parameter:
 
 
 # What AdamW(moments=...) is tested with here.
-MOMENTS = ("float32",)
+MOMENTS = ("float32", "bfloat16", "packed16")
 OURS = [
     (dtype, gradient, masters, moments, amsgrad)
     for dtype, masters in (("float32", "none"), ("float16", "fp32"), ("bfloat16", "fp32"), ("bfloat16", "split"))
@@ -52,9 +52,8 @@ OURS = [
 @pytest.mark.parametrize(("dtype", "gradient", "masters", "moments", "amsgrad"), OURS)
 def test_ours_is_what_the_optimizer_holds(dtype, gradient, masters, moments, amsgrad) -> None:
     parameter = parameter_of(dtype, gradient)
-    options = {"moments": moments} if moments != "float32" else {}
     optimizer = ruda_torch.AdamW(
-        [parameter], amsgrad=amsgrad, fused_step=True, split_master=masters == "split", **options
+        [parameter], amsgrad=amsgrad, fused_step=True, split_master=masters == "split", moments=moments
     )
     (expected,) = memory_estimate.estimate(
         dtype, gradient_dtype=gradient, masters=masters, moments=moments, amsgrad=amsgrad
