@@ -14,6 +14,8 @@ import torch
 import ruda_torch
 from out_of_place import OutOfPlaceAdamW
 from ruda_optim.fused_adamw import AdamWOptions, GradientGuardOptions
+from ruda_torch import masters
+from ruda_torch.moments import unpacked
 from staged import StagedAdamW
 from workloads import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY
 
@@ -32,6 +34,7 @@ HYPERPARAMETERS: dict[str, Any] = {
     "weight_decay": WEIGHT_DECAY,
 }
 MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "max_exp_avg_sq": "max_exp_avg_sq"}
+PACKED = {"packed": "packed_moments", "max_exp_avg_sq": "max_exp_avg_sq"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Peer:
         devices: torch device types it runs on.
         fp32_coefficients: it forms 1 - beta or 1 - beta^t in FP32, which the tolerance must allow for.
         debiased: its moments are stored divided by 1 - beta^t.
+        form: how ours keeps its moments; all but "float32" round what they store.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Peer:
     devices: tuple[str, ...] = ("cpu", "cuda")
     fp32_coefficients: bool = False
     debiased: bool = False
+    form: str | None = None
 
     def obstacle(self, variant: Variant, device: torch.device) -> str | None:
         """Why this peer cannot run here, or None."""
@@ -68,6 +73,8 @@ class Peer:
             return f"does not run on {device.type}"
         if variant.amsgrad and not self.amsgrad:
             return "has no AMSGrad"
+        if variant.split and self.form is None:
+            return "has no split masters"
         if self.bare and (variant.half or variant.scale is not None):
             return "takes FP32 parameters and no loss scale"
         if importlib.util.find_spec(self.module) is None:
@@ -75,11 +82,15 @@ class Peer:
         return None
 
 
-def _ours(parameters: list[Tensor], variant: Variant) -> Any:
-    return ruda_torch.AdamW(
-        parameters, **HYPERPARAMETERS, amsgrad=variant.amsgrad, fused_step=True, max_grad_norm=variant.max_norm,
-        check_finite=variant.check_finite, **({"split_master": False} if variant.half else {}),
-    )  # fmt: skip
+def _ours(form: str) -> Callable[[list[Tensor], Variant], Any]:
+    def make(parameters: list[Tensor], variant: Variant) -> Any:
+        return ruda_torch.AdamW(
+            parameters, **HYPERPARAMETERS, amsgrad=variant.amsgrad, fused_step=True, max_grad_norm=variant.max_norm,
+            check_finite=variant.check_finite, moments=form,
+            **({"split_master": variant.split} if variant.half else {}),
+        )  # fmt: skip
+
+    return make
 
 
 def _functional(parameters: list[Tensor], variant: Variant) -> OutOfPlaceAdamW:
@@ -137,7 +148,12 @@ def _bitsandbytes(parameters: list[Tensor], variant: Variant) -> Any:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("ours", "ruda_torch.AdamW", "ruda_torch", _ours, MOMENTS, amsgrad=True, clips=True),
+        Peer("ours", "ruda_torch.AdamW", "ruda_torch", _ours("float32"), MOMENTS, amsgrad=True, clips=True,
+             form="float32"),
+        Peer("bfloat16", "ours, moments=bfloat16", "ruda_torch", _ours("bfloat16"), MOMENTS, amsgrad=True, clips=True,
+             form="bfloat16"),
+        Peer("packed16", "ours, moments=packed16", "ruda_torch", _ours("packed16"), PACKED, amsgrad=True, clips=True,
+             form="packed16"),
         Peer("functional", "adamw_step, out of place", "ruda_optim", _functional, MOMENTS, amsgrad=True, bare=True,
              clips=True),
         Peer("torch-fused", "torch fused", "torch", _torch(fused=True), MOMENTS, amsgrad=True),
@@ -171,7 +187,8 @@ class Contestant:
         self.steps = 0
         self._peer, self._variant, self._gradients = peer, variant, data.gradients
         self._inside = peer.clips
-        self._ours = peer.name == "ours"
+        self._ours = peer.form is not None
+        self.rounds = peer.form in ("bfloat16", "packed16")
         self._model = data.parameters()
         self._masters: list[Tensor] = self._model
         if variant.half and not self._ours:
@@ -212,17 +229,38 @@ class Contestant:
     def fields(self) -> dict[str, list[Tensor]]:
         """Parameters (FP32), moments and half copies after a step, in the formula's terms."""
         found = self._memory()
+        if self.rounds:
+            words = found.pop("packed", None)
+            pairs = [] if words is None else [unpacked(tensor) for tensor in words]
+            found |= {"exp_avg": [m for m, _ in pairs], "exp_avg_sq": [v for _, v in pairs]} if pairs else {}
+            found |= {key: [t.float() for t in found[key]] for key in MOMENTS if key in found}
+        if self._variant.split:
+            pair = zip(found["copy"], found.pop("remainder"), strict=True)
+            found["parameter"] = [masters.joined(copy, remainder) for copy, remainder in pair]
         if self._peer.debiased:
             for key, beta in zip(("exp_avg", "exp_avg_sq"), BETAS, strict=True):
                 found[key] = torch._foreach_mul(found[key], 1 - beta**self.steps)
         return found
+
+    def rounding(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """How far what is stored may lie from the new moments ``own``: a whole step of the dithered code."""
+        if not self.rounds:
+            return {}
+        m, v = own["exp_avg"].abs(), own["exp_avg_sq"]
+        if self._peer.form == "bfloat16":
+            found = {"exp_avg": m * 2.0**-7, "exp_avg_sq": v * 2.0**-7}
+        else:  # an eighth of m, or of a sixteenth of the root of the stored v, which lies up to a quarter above v
+            found = {"exp_avg": (m + (1.25 * v).sqrt() / 16) / 8, "exp_avg_sq": v / 4 + 2.0**-91}
+        return found | {"max_exp_avg_sq": found["exp_avg_sq"]} if self._variant.amsgrad else found
 
     @torch.no_grad()
     def take_state_of(self, other: Contestant) -> None:
         """Continue from another contestant's parameters and moments."""
         if self.steps != other.steps:
             raise AssertionError(f"{self.name} has made {self.steps} steps, {other.name} {other.steps}")
-        values = other.fields()
+        values = other.fields() | other._memory()  # a split master's halves as they are
+        if other.rounds:
+            values |= {key: value for key, value in other.fields().items() if key in MOMENTS}
         for key, memory in self._memory().items():
             torch._foreach_copy_(memory, values[key])
             if self._peer.debiased and key in self._peer.moments:
@@ -238,9 +276,10 @@ class Contestant:
             for name, key in self._peer.moments.items()
             if name != "max_exp_avg_sq" or self._variant.amsgrad
         }
-        found["parameter"] = [parameter.detach() for parameter in self._masters]
         if self._variant.half:
             found["copy"] = [parameter.detach() for parameter in self._model]
-            if self._ours:
-                found["parameter"] = [state[parameter]["master"] for parameter in self._model]
-        return found
+        if self._variant.split:
+            return found | {"remainder": [state[parameter]["master_remainder"] for parameter in self._model]}
+        if self._variant.half and self._ours:
+            return found | {"parameter": [state[parameter]["master"] for parameter in self._model]}
+        return found | {"parameter": [parameter.detach() for parameter in self._masters]}

@@ -11,9 +11,11 @@ differences beside the spread between seeds mean something.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import pathlib
 import re
+import statistics
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -209,12 +211,39 @@ CASES: dict[str, tuple[Task, float, int, tuple[float, ...]]] = {
 """Task, largest learning rate, steps, values of beta2."""
 
 
+COLOURS = dict(zip(FORMS, ("#3d5a80", "#e0a458", "#d1495b"), strict=True))
+
+
+def draw(results: pathlib.Path) -> None:
+    """What came out of every training, and the mean training loss of each form, beside the file."""
+    from matplotlib.figure import Figure
+
+    made = json.loads(results.read_text(encoding="utf-8"))["trainings"]
+    betas = sorted({entry["beta2"] for entry in made})
+    figure = Figure(figsize=(4.6 * (1 + len(betas)), 3.8), layout="constrained")
+    axes, *panels = figure.subplots(1, 1 + len(betas))
+    for column, beta2 in enumerate(betas):
+        for place, form in enumerate(FORMS):
+            some = [entry for entry in made if entry["moments"] == form and entry["beta2"] == beta2]
+            x = column * (len(FORMS) + 1) + place
+            axes.plot([x] * len(some), [entry["quality"] for entry in some], "o", color=COLOURS[form], markersize=6)
+            curve = [statistics.fmean(points) for points in zip(*(e["training loss"] for e in some), strict=True)]
+            panels[column].plot([5 * (k + 1) for k in range(len(curve))], curve, color=COLOURS[form], label=form)
+        panels[column].set(title=f"training loss, beta2 {beta2}", xlabel="% of the steps", yscale="log")
+        panels[column].grid(alpha=0.3, which="both")
+        panels[column].legend(fontsize=9)
+    axes.set(title="held-out loss, a dot per seed", ylabel="nats")
+    axes.set_xticks([column * (len(FORMS) + 1) + 1 for column in range(len(betas))], [f"beta2 {b}" for b in betas])
+    axes.grid(alpha=0.3, axis="y")
+    figure.savefig(results.with_suffix(".png"), dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0], add_help=False)
     parser.add_argument("case", choices=CASES)
     chosen, rest = parser.parse_known_args()
     task, lr, steps, betas = CASES[chosen.case]
-    whole_runs.main(
+    written = whole_runs.main(
         f"moments-{chosen.case}",
         what=" ".join(str(task.__doc__).split()),
         quality="mean loss on what is not trained on, nats",
@@ -224,6 +253,7 @@ def main() -> None:
         steps=steps,
         arguments=rest,
     )
+    draw(written)
 
 
 if __name__ == "__main__":

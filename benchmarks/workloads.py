@@ -87,6 +87,7 @@ class Variant:
         max_norm: gradients are clipped to this global norm.
         scale: gradients are stored multiplied by this and unscaled in the step, which also checks that they are finite.
         half: parameters and gradients are BF16, with an FP32 master; the step writes master and BF16 parameter.
+        split: the master is split: the parameter and 16 more bits, which only ours have.
         check_finite: our step looks for NaN and infinity although its peers do not.
     """
 
@@ -97,6 +98,7 @@ class Variant:
     scale: float | None = None
     half: bool = False
     check_finite: bool = False
+    split: bool = False
 
     @property
     def bytes_per_element(self) -> int:
@@ -106,11 +108,12 @@ class Variant:
     def bytes_with(self, gradient_bytes: int) -> int:
         """What a step must move at least, per element, with gradients of so many bytes.
 
-        Each array is read once, and written once if it changes: FP32 parameter or master and moments, the half copy.
-        Gradients are read twice where their norm, or a look at all of them, comes first.
+        Each array is read once, and written once if it changes: FP32 parameter or master and moments. Beside an FP32
+        master the half copy is written; of a split one both halves are read and written. Gradients are read twice where
+        their norm, or a look at all of them, comes first.
         """
         passes = 2 if self.check_finite or self.max_norm is not None else 1
-        return 24 + 8 * self.amsgrad + 2 * self.half + passes * gradient_bytes
+        return 24 + 8 * self.amsgrad + 2 * self.half - 2 * self.split + passes * gradient_bytes
 
 
 VARIANTS = {
@@ -122,6 +125,7 @@ VARIANTS = {
         Variant("clip", "clip to norm 1", max_norm=MAX_NORM, check_finite=True),
         Variant("unscale-clip", "unscale, clip to norm 1", max_norm=MAX_NORM, scale=SCALE, check_finite=True),
         Variant("bf16", "BF16 with FP32 master", half=True),
+        Variant("bf16-split", "BF16 with split master", half=True, split=True),
         Variant("bf16-clip", "BF16 with FP32 master, clip to norm 1", max_norm=MAX_NORM, half=True, check_finite=True),
     )
 }

@@ -9,8 +9,8 @@ What a file is, its keys say:
 
 - "comparisons": benchmarks/run.py, whole steps against peers.
 - "seeds": benchmarks/accuracy.py, errors against FP64.
-- "measured": benchmarks/communication.py, the sum over ranks.
-- "trainings": benchmarks/whole_runs.py, whole trainings side by side.
+- "measured": benchmarks/communication.py, the sum over ranks; with "optimizers", benchmarks/offload.py.
+- "trainings": benchmarks/whole_runs.py, whole trainings side by side; with "moments", of benchmarks/moments.py.
 - "runs": tools/run_adamw_regressions.py, a list of {"suite", "task", "device", "compiler", "dtype",
   "status", "simulation"}.
 - anything else is listed with its "what", so that no result is left out silently.
@@ -110,7 +110,7 @@ def benchmarks(reports: dict[str, Report]) -> str:
         elif "seeds" in report:
             text += accuracy(report) + pictures(name)
         elif "measured" in report:
-            text += communication(report) + pictures(name)
+            text += (offload if "optimizers" in report else communication)(report) + pictures(name)
         elif "trainings" in report:
             text += trainings(report) + pictures(name)
         else:
@@ -182,8 +182,62 @@ def communication(report: Report) -> str:
     return text + "\n" + "".join(f"- {kind}: {meaning}\n" for kind, meaning in kinds.items())
 
 
+def offload(report: Report) -> str:
+    """Milliseconds of the slowest rank and resident bytes, by optimizer and number of processes."""
+    measured = report["measured"]
+    rows = []
+    for name, what in report["optimizers"].items():
+        cells = []
+        for entry in measured:
+            row = entry["optimizers"].get(name)
+            cells += [f"{row['median ms']:.0f}", f"{row['times torch fused']:.2f}"] if row else ["", ""]
+        bytes_each = [e["optimizers"][name]["resident bytes per element"] for e in measured if name in e["optimizers"]]
+        rows.append((what, *cells, f"{statistics.median(bytes_each):.1f}" if bytes_each else ""))
+    counts = [entry["processes"] for entry in measured]
+    columns = [head for n in counts for head in (f"{n} proc., ms", "torch fused / this")]
+    cores = environment(report).get("cores")
+    text = f"""
+{report["elements"]:,} elements over all processes, one thread each, on {cores} cores. Milliseconds of the slowest
+process, medians; ratios to torch's fused step of the same round (clipped beside clipped). Bytes are what the processes
+grew by, per element: parameters, gradients and state.
+
+"""
+    return text + table(("Optimizer", *columns, "bytes"), rows)
+
+
+def moment_trainings(report: Report) -> str:
+    """What came out with each form of moments, and how far from FP32's with the same seed."""
+    made = report["trainings"]
+    found = {(e["beta2"], e["moments"], e["seed"]): e["quality"] for e in made}
+    seeds = sorted({e["seed"] for e in made})
+    rows: list[tuple[object, ...]] = []
+    for beta2 in sorted({e["beta2"] for e in made}):
+        exact = [found[beta2, "float32", seed] for seed in seeds]
+        for form in dict.fromkeys(e["moments"] for e in made):
+            values = [found[beta2, form, seed] for seed in seeds]
+            away = [value - other for value, other in zip(values, exact, strict=True)]
+            size = next(e["state bytes"] / e["parameters"] for e in made if e["moments"] == form)
+            cells = (
+                ("", "")
+                if form == "float32"
+                else (f"{statistics.fmean(away):+.4f}", f"{min(away):+.4f} to {max(away):+.4f}")
+            )
+            spread = f"{max(values) - min(values):.4f}"
+            rows.append((beta2, form, f"{size:g}", ", ".join(f"{v:.4f}" for v in values), *cells, spread))
+    what = report["what"][:1].upper() + report["what"][1:]
+    text = f"""
+{what} {made[0]["parameters"]:,} parameters, {report["steps"]:,} steps, {len(seeds)} seeds; {report["quality"]}. "Away"
+is the difference from FP32 moments with the same seed, "spread" the largest difference between two seeds.
+
+"""
+    columns = ("beta2", "moments", "bytes", "came out, by seed", "away, mean", "away, each", "spread")
+    return text + table(columns, rows)
+
+
 def trainings(report: Report) -> str:
     """Per optimizer: seconds, the ratio to ours (the last one) with the same seed, what came out."""
+    if "moments" in report["trainings"][0]:
+        return moment_trainings(report)
     by_name: dict[str, dict[int, dict[str, Any]]] = {}
     for entry in report["trainings"]:
         by_name.setdefault(entry["optimizer"], {})[entry["seed"]] = entry
@@ -324,7 +378,8 @@ def with_results(text: str, reports: dict[str, Report]) -> str:
         elif "comparisons" in report:
             found = first_screen(report) + "\n" + origin(match["name"], report, packages=("torch",))
         else:
-            found = "\n" + origin(match["name"], report) + trainings(report)
+            shown = trainings if "trainings" in report else offload
+            found = "\n" + origin(match["name"], report) + shown(report)
         return f"{match['begin']}{found}\n{match['end']}"
 
     return EMBEDDED.sub(filled, text)

@@ -21,6 +21,10 @@ TRAFFIC = (
     ("fused AMSGrad, clipped", 24, 16),
     ("BF16 parameter, FP32 master", 14, 14),
     ("BF16 parameter, split master", 14, 12),
+    ("FP32, moments in BF16", 12, 8),
+    ("FP32, moments packed", 10, 6),
+    ("BF16, split master, BF16 moments", 10, 8),
+    ("BF16, split master, packed", 8, 6),
 )
 
 

@@ -22,6 +22,8 @@ import pytest
 import torch
 from docs_pages import DOCS, ROOT, blocks, prose
 
+from ruda_optim.memory_estimate import estimate
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -319,6 +321,15 @@ def test_traffic_in_the_picture_is_that_of_the_benchmark() -> None:
         ("BF16 parameter, FP32 master", "bf16"),
     ):
         assert drawn[title] == variants[variant].bytes_per_element, title
+    for title, dtype, master, form in (
+        ("BF16 parameter, split master", "bfloat16", "split", "float32"),
+        ("FP32, moments in BF16", "float32", "none", "bfloat16"),
+        ("FP32, moments packed", "float32", "none", "packed16"),
+        ("BF16, split master, BF16 moments", "bfloat16", "split", "bfloat16"),
+        ("BF16, split master, packed", "bfloat16", "split", "packed16"),
+    ):
+        (row,) = estimate(dtype, masters=master, moments=form)
+        assert drawn[title] == row.traffic, title
 
 
 def raised_texts() -> list[str]:
