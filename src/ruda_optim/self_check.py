@@ -30,21 +30,22 @@ import torch
 
 from .fused_adamw import (
     AdamWOptions,
+    AdamWState,
     GradientGuardOptions,
     StepControl,
     adamw_step,
     gradient_stats,
     guarded_adamw_step,
+    moment_codes,
     reference,
     storage,
 )
+from .fused_adamw.options import seed_of_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
-
-    from .fused_adamw import AdamWState
 
     Progress = Callable[[int, int, str], None]
     Timing = Callable[[torch.device], list[dict[str, Any]]]
@@ -290,6 +291,41 @@ def _half_copy(dtype: torch.dtype) -> Callable[[torch.device], float]:
     return check
 
 
+def _words(packed: bool) -> Callable[[torch.device], float]:
+    """Moments in 16 bits: the parameter of a step with FP32 moments of the same values, and the codes of those."""
+
+    def check(device: torch.device) -> float:
+        gradient = _gradient(SIZES[1], 0, 1.0, torch.float32, device)
+        before = adamw_step(_parameter(SIZES[1], device), gradient, None, _PLAIN)
+        state = before.state
+        if state is None:
+            return float("inf")
+        first, second = (moment.cpu().numpy() for moment in (state.first_moment, state.second_moment))
+        if packed:
+            stored = [moment_codes.encode_packed(first, second)]
+            pair = moment_codes.decode_packed(stored[0])
+        else:
+            stored = list(moment_codes.encode_bf16(first, second, moment_codes.NEAREST))
+            pair = (moment_codes.decode_bf16(stored[0]), moment_codes.decode_bf16(stored[1]))
+        moments = [torch.from_numpy(word.view(np.int16)).view(torch.bfloat16).to(device) for word in stored]
+        parameter = before.parameters.clone()
+        table = storage.LaunchTable(
+            [storage.TensorMemory(gradient, parameter, moments[0], None if packed else moments[1])], device
+        )
+        storage.adamw_scaled(table, storage.coefficient_table([_PLAIN.prepare_step(1)]))
+        exact = AdamWState(1, *(torch.from_numpy(moment).to(device) for moment in pair))
+        after = adamw_step(before.parameters, gradient, exact, _PLAIN)
+        if after.state is None or not torch.equal(parameter, after.parameters):
+            return float("inf")
+        dither = moment_codes.dither(before.parameters.cpu().numpy(), gradient.cpu().numpy(), seed_of_step(2))
+        new = (after.state.first_moment.cpu().numpy(), after.state.second_moment.cpu().numpy())
+        codes = [moment_codes.encode_packed(*new, dither)] if packed else moment_codes.encode_bf16(*new, dither)
+        found = [moment.view(torch.int16).cpu().numpy().view(np.uint16) for moment in moments]
+        return 0.0 if all(np.array_equal(*both) for both in zip(found, codes, strict=True)) else float("inf")
+
+    return check
+
+
 # Larger than the defaults, so that every term of the formula moves the result by many units.
 _STRONG: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.1, "epsilon": 1e-8}
 _PLAIN, _ALL = AdamWOptions(**_STRONG), AdamWOptions(**_STRONG, amsgrad=True, maximize=True)
@@ -303,6 +339,8 @@ CHECKS = (
     Check("update, clipped to norm 1, BF16 gradient, scale 1000", _guarded),
     Check("update in place with FP16 copy", _half_copy(torch.float16)),
     Check("update in place with BF16 copy", _half_copy(torch.bfloat16)),
+    Check("moments in BF16", _words(packed=False)),
+    Check("packed moments", _words(packed=True)),
     Check("gradient norm, FP32", _norm(torch.float32)),
     Check("gradient norm, BF16", _norm(torch.bfloat16)),
     Check("one NaN skips the whole group", _skip),

@@ -16,7 +16,7 @@ from quantized_states import Quantized, looked_up, random_codes, random_scales
 from small_runs import adamw
 
 import ruda_torch
-from ruda_optim.fused_adamw import InvalidState
+from ruda_optim.fused_adamw import InvalidState, moment_codes
 from ruda_torch import migration
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "params": [0], "initial_lr": 0.5}
@@ -138,6 +138,25 @@ def continued(saved: dict, shape: tuple[int, ...], gradient: torch.Tensor, **opt
     parameter.grad = gradient
     optimizer.step()
     return parameter.detach()
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "packed16"])
+def test_it_loads_into_moments_of_16_bits(form) -> None:
+    """As the nearest codes of the FP32 numbers that it converts to."""
+    saved = migration.from_bitsandbytes(bitsandbytes_saved(bitsandbytes_entry((33, 131), 256)))
+    exact = saved["state"][0]
+    parameter = torch.nn.Parameter(torch.zeros(33, 131))
+    optimizer = adamw([parameter], moments=form)
+    optimizer.load_state_dict(saved)
+    state = optimizer.state[parameter]
+    if form == "bfloat16":
+        assert all(torch.equal(state[key], exact[key].bfloat16()) for key in ("exp_avg", "exp_avg_sq"))
+    else:
+        words = moment_codes.encode_packed(exact["exp_avg"].numpy(), exact["exp_avg_sq"].numpy())
+        assert np.array_equal(state["packed_moments"].view(torch.int16).numpy().view(np.uint16), words)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert state["step"] == 8
 
 
 def test_converted_state_trains_on_in_ours_as_in_torchs() -> None:

@@ -92,7 +92,7 @@ def test_check_passes_and_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert [timing["times_ours"] for timing in timed[::2]] == [1.0, 1.0]
     assert all(timing["times_ours"] > 0 for timing in timed)
     printed = cli.check_text({**report, "checks": on_cpu})
-    assert "all 11 checks passed" in printed
+    assert "all 13 checks passed" in printed
     assert "One step of 16 x 1,000 FP32 elements" in printed
 
 
