@@ -191,6 +191,7 @@ def _convert_state(optimizer: AdamW, groups: list[dict[str, Any]], saved: dict[A
                 state[parameter] = deepcopy(entry)  # not ours
                 continue
             where = f"parameter {index} of group {number}" + (f" ({names[index]})" if names else "")
+            moments.check_one_form(f"the checkpoint's state of {where}", entry, "drop one of them")
             stored = (PACKED,) if PACKED in entry else (EXP_AVG, EXP_AVG_SQ)
             for needed in ("step", *stored, *((MAX_EXP_AVG_SQ,) if live["amsgrad"] else ())):
                 if needed not in entry:

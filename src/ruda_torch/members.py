@@ -15,7 +15,7 @@ from ruda_optim.fused_adamw import DifferentDevice, FusedAdamWError, InvalidStat
 from ruda_optim.fused_adamw.storage import GRADIENT_DTYPES, TensorMemory, check_has_memory, check_memory, overlaps
 
 from . import sharding
-from .moments import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, PACKED, state_dtype, state_keys
+from .moments import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, PACKED, check_one_form, state_dtype, state_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -264,6 +264,7 @@ def _check_state(member: Member, settings: Settings) -> None:
             f"the state of {where} must have {', '.join(needed[:-1])} and {needed[-1]}, got "
             f"{', '.join(map(str, state))}; load a checkpoint with load_state_dict, which converts moments"
         )
+    check_one_form(f"the state of {where}", state, f"keep {' and '.join(needed[1:])}")
     if member.amsgrad and MAX_EXP_AVG_SQ not in state:
         raise InvalidState(
             f"the state of {where} has no max_exp_avg_sq, which amsgrad=True needs; convert the checkpoint with "

@@ -19,6 +19,8 @@ from ruda_optim.fused_adamw import InvalidOption, InvalidState, moment_codes
 from . import sharding
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
     from torch.optim.optimizer import StateDict
 
@@ -45,6 +47,13 @@ def state_keys(form: str, *, amsgrad: bool) -> tuple[str, ...]:
 def state_dtype(form: str) -> torch.dtype:
     """The dtype of all of them."""
     return torch.float32 if form == "float32" else torch.bfloat16
+
+
+def check_one_form(where: str, state: Mapping[str, Any], remedy: str) -> None:
+    """Raise :class:`InvalidState` if a state says twice what its moments are."""
+    if PACKED in state and (EXP_AVG in state or EXP_AVG_SQ in state):
+        both = ", ".join(key for key in (PACKED, EXP_AVG, EXP_AVG_SQ) if key in state)
+        raise InvalidState(f"{where} holds its moments in two forms ({both}), which need not agree; {remedy}")
 
 
 def unpacked(words: Tensor) -> tuple[Tensor, Tensor]:

@@ -424,6 +424,8 @@ def test_moments_of_one_state_have_one_dtype() -> None:
             "exp_avg of .* must be bfloat16, got torch.float32",
         ),
         ("bfloat16", lambda s: s.update(packed_moments=s.pop("exp_avg")), "must have step, exp_avg and exp_avg_sq"),
+        ("bfloat16", lambda s: s.update(packed_moments=s["exp_avg"].clone()), "in two forms .*; keep exp_avg and exp_"),
+        ("packed16", lambda s: s.update(exp_avg=s["packed_moments"].float()), "in two forms .*; keep packed_moments"),
     ],
 )
 def test_a_state_of_another_form_is_refused_before_anything_changes(form, change, message) -> None:
@@ -434,6 +436,18 @@ def test_a_state_of_another_form_is_refused_before_anything_changes(form, change
     with pytest.raises(InvalidState, match=message):
         run(optimizer, 1, first=1)
     assert contents(optimizer) == before
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_with_two_forms_of_one_state_is_refused(form) -> None:
+    source = adamw(model(), moments="packed16")
+    run(source, 1)
+    saved = source.state_dict()
+    saved["state"][0]["exp_avg"] = torch.zeros(17, 5)
+    target = adamw(model(), moments=form)
+    with pytest.raises(InvalidState, match=r"in two forms \(packed_moments, exp_avg\), .*; drop one of them"):
+        target.load_state_dict(saved)
+    assert not target.state
 
 
 @pytest.mark.parametrize(
