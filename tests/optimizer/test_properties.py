@@ -151,7 +151,9 @@ THINGS = st.sampled_from(
 
 @given(
     changes=st.dictionaries(
-        st.sampled_from(("lr", "eps", "weight_decay", "max_grad_norm", "check_finite", "split_master", "betas")),
+        st.sampled_from(
+            ("lr", "eps", "weight_decay", "max_grad_norm", "check_finite", "moments", "split_master", "betas")
+        ),
         THINGS | st.tuples(THINGS, THINGS),
         min_size=1,
         max_size=3,
