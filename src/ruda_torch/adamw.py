@@ -15,7 +15,6 @@ from .hyperparameters import check_arguments, check_new_group
 from .live import Live, around_step
 from .report import GradientReport, UpdateReport, update_report
 from .settings import Settings, check_grad_scale, check_group_keys, check_served
-from .step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -259,7 +258,7 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         if torch.compiler.is_compiling():
             with torch.no_grad():
-                compiled.step(self._number, [p for group in self._live.lists for p in group], grad_scale)
+                compiled.step(self._number, [p for group in self._live.engine.lists for p in group], grad_scale)
         else:
             self._run(grad_scale=grad_scale)
         return loss
@@ -275,21 +274,14 @@ class AdamW(torch.optim.AdamW):
         scale = getattr(self, "grad_scale", None)  # what a GradScaler hands over
         if grad_scale is not None:
             scale = grad_scale if scale is None else scale * grad_scale
-        lists = [group["params"] for group in self.param_groups]
-        if any(type(params) is not list for params in lists):  # torch makes lists; who assigns a tuple is heard as well
-            lists = [list(params) for params in lists]
-        live.lists = lists
         live.engine.run(
-            StepInputs(
-                self.param_groups,
-                self.__dict__["state"],
-                lists if targets is None else targets,
-                scale,
-                getattr(self, "found_inf", None),
-                gradients,
-                live.state_shown or live.tensors_shared,
-                targets is not None,
-            )
+            self.param_groups,
+            self.__dict__["state"],
+            scale,
+            getattr(self, "found_inf", None),
+            live.state_shown or live.tensors_shared,
+            gradients,
+            targets,
         )
 
     def run_compiled(self, positions: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

@@ -27,10 +27,15 @@ class Control:
 
     A hyperparameter that is a tensor on an accelerator is copied from device to device at every step and never looked
     at; everything else is read on the host, and sent when it changes.
+
+    Attributes:
+        values: what the hyperparameters were read from last; see :meth:`Hyperparameters.values`. None if something has
+            to be read at every step.
     """
 
     def __init__(self) -> None:
         self._hyperparameters = Hyperparameters()
+        self.values: list[tuple[Any, ...]] | None = None
         self._options: list[AdamWOptions] = []
         self._max_norm: float | None = None
         self._rows: list[tuple[float, ...]] = []
@@ -41,8 +46,10 @@ class Control:
     def read(self, groups: list[dict[str, Any]], settings: Settings) -> None:
         """Read and check the groups' hyperparameters, all of them before any is taken over."""
         read = self._hyperparameters.read
-        options = [read(number, group, look=not _on_accelerator(group)) for number, group in enumerate(groups)]
-        if any(map(_on_accelerator, groups)) or self._tensors:
+        away = [_on_accelerator(group) for group in groups]
+        options = [read(number, group, look=not away[number]) for number, group in enumerate(groups)]
+        self.values = None if any(away) else self._hyperparameters.values(groups)
+        if any(away) or self._tensors:
             self._tensors = [
                 (number, column, value)
                 for number, group in enumerate(groups)

@@ -14,9 +14,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd import profiler
 
 from ruda_optim.fused_adamw import InvalidState
-from ruda_optim.fused_adamw.binding import EMPTY, capturing, keep_for_graphs, one_step
+from ruda_optim.fused_adamw.binding import capturing, keep_for_graphs, one_step
 
 from . import sharding
 from .control import Control, flag_on, on_host, scale_on
@@ -25,6 +27,8 @@ from .plan import NewPlan
 from .ranks import find
 from .reduction import Reduction
 from .report import GradientReport, next_warning, warn_of_skips
+from .step_counts import count_empty, take_back
+from .step_inputs import StepInputs, parameter_lists
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +38,6 @@ if TYPE_CHECKING:
     from .ranks import Ranks, Shares
     from .reduction import GlobalStatistics
     from .settings import Settings
-    from .step_inputs import StepInputs
 
 
 class Engine:
@@ -45,10 +48,12 @@ class Engine:
 
     Attributes:
         outcome: what the last step did; None before the first one.
+        lists: the groups' lists of parameters, for whoever names a parameter by its position.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.outcome: Outcome | None = None
+        self.lists: list[list[Tensor]] = []
         self._settings = settings
         self._control = Control()
         self._plan: Plan | None = None
@@ -121,8 +126,21 @@ class Engine:
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def run(self, inputs: StepInputs) -> None:
-        """Take one step over all groups; another thread's step waits for it."""
+    def run(
+        self,
+        groups: list[dict[str, Any]],
+        state: dict[Tensor, dict[str, Any]],
+        grad_scale: Tensor | float | None,
+        found_inf: Tensor | float | None,
+        state_shown: bool,
+        gradients: list[Tensor | None] | None = None,
+        stand_ins: list[list[Tensor]] | None = None,
+    ) -> None:
+        """Take one step over all groups; another thread's step waits for it. See :class:`StepInputs`.
+
+        Args:
+            stand_ins: the memory that stands in for the parameters of each group in a compiled graph.
+        """
         with self._lock:
             if self._stepping:
                 raise InvalidState(
@@ -131,18 +149,19 @@ class Engine:
                 )
             self._stepping = True
             try:
-                self._take(inputs)
+                if stand_ins is None and self._run_native(groups, state, grad_scale, found_inf, state_shown, gradients):
+                    return
+                lists = self.lists = parameter_lists(groups)
+                inputs = StepInputs(groups, state, lists, grad_scale, found_inf, gradients, state_shown)
+                if stand_ins is not None:
+                    inputs = replace(inputs, targets=stand_ins, stand_in=True)
+                with torch.no_grad():
+                    self._run(inputs)
+                outcome = self.outcome
+                if outcome is not None and on_host(outcome.memory.counts.device):
+                    self._warn_of_skips(outcome, groups)
             finally:
                 self._stepping = False
-
-    def _take(self, inputs: StepInputs) -> None:
-        if self._native is not None and not inputs.stand_in and not _observed() and self._run_native(inputs):
-            return
-        with torch.no_grad():
-            self._run(inputs)
-        outcome = self.outcome
-        if outcome is not None and on_host(outcome.memory.counts.device):
-            self._warn_of_skips(outcome, inputs.groups)
 
     def abandon(self, groups: list[dict[str, Any]], found_inf: Tensor | float | None) -> None:
         """Something raised before :meth:`run`: tell the ranks that share these parameters, which would wait for us."""
@@ -151,42 +170,64 @@ class Engine:
             with torch.no_grad():
                 self._reduction(self._ranks, groups, found_inf).abandon()
 
-    def _prepare(self, inputs: StepInputs) -> None:
+    def _prepare(self, groups: list[dict[str, Any]]) -> None:
         """What may be wrong before any tensor is looked at."""
         self.check_whole()
-        self._control.read(inputs.groups, self._settings)
+        if self._native is not None:
+            self._native.plan.note(None)  # until what is read now is in memory
+        self._control.read(groups, self._settings)
         if self._amsgrad != self._control.amsgrad():
             self.forget()
 
-    def _run_native(self, inputs: StepInputs) -> bool:
-        """Take the step in one native call; False if the plan does not fit any more."""
+    def _run_native(
+        self,
+        groups: list[dict[str, Any]],
+        state: dict[Tensor, dict[str, Any]],
+        grad_scale: Tensor | float | None,
+        found_inf: Tensor | float | None,
+        state_shown: bool,
+        gradients: list[Tensor | None] | None,
+    ) -> bool:
+        """Take the step in one native call; False if there is no plan for it that still fits."""
         native = self._native
-        self._prepare(inputs)
-        if native is not self._native or native is None:
+        if native is None or _observed():
             return False
-        inverse_scale, _ = scale_on(_CPU, inputs.grad_scale)
-        found_inf = 0.0 if inputs.found_inf is None else float(inputs.found_inf)
-        self._control.memory(_CPU)
-        if not native.plan.step(
-            inputs.targets, inputs.gradients, inputs.watched_state, inputs.settle, inverse_scale, found_inf
-        ):
+        plan = native.plan
+
+        def inputs() -> StepInputs:  # which most steps do not need
+            return StepInputs(groups, state, parameter_lists(groups), grad_scale, found_inf, gradients)
+
+        def settle(position: int, gradient: Tensor) -> Tensor:
+            return inputs().settle(position, gradient)
+
+        inverse_scale = 1.0 if grad_scale is None else scale_on(_CPU, grad_scale)[0]
+        flag = 0.0 if found_inf is None else float(found_inf)
+        watched = state if state_shown else None
+        taken = plan.step(groups, gradients, watched, settle, inverse_scale, flag, False)
+        if taken is None:
+            self._prepare(groups)
+            if native is not self._native:
+                return False
+            self._control.memory(_CPU)
+            plan.note(self._control.values)
+            taken = plan.step(groups, gradients, watched, settle, inverse_scale, flag, True)
+        if not taken:
             return False
         self.outcome = native
-        if native.plan.has_empty:
-            _count_empty(native, inputs)
-        self._check_not_replaced(native.plan, inputs)
-        if native.plan.skipped or self._warn_at > 2:
-            self._warn_of_skips(native, inputs.groups)
+        if plan.has_empty:
+            count_empty(native, inputs())
+        if plan.stepped != self._bound:
+            self._check_not_replaced(plan.stepped, inputs())
+        if plan.skipped or self._warn_at > 2:
+            self._warn_of_skips(native, groups)
         return True
 
-    def _check_not_replaced(self, plan: Plan, inputs: StepInputs) -> None:
+    def _check_not_replaced(self, count: int, inputs: StepInputs) -> None:
         """Raise if parameters have no gradients any more because their modules hold DTensors instead."""
-        if sharding.may_replace():
-            count = plan.count()
-            fewer, self._bound = count < self._bound, count
-            if fewer:
-                gradients = inputs.own_gradients()
-                sharding.check_not_replaced(inputs.parameters, gradients, inputs.where, self._in_modules)
+        fewer, self._bound = count < self._bound, count
+        if fewer and sharding.may_replace():
+            gradients = inputs.own_gradients()
+            sharding.check_not_replaced(inputs.parameters, gradients, inputs.where, self._in_modules)
 
     def _run(self, inputs: StepInputs) -> None:
         if self._plan is None or not self._plan.fits(inputs.targets):
@@ -194,12 +235,12 @@ class Engine:
             self._in_modules.clear()
             self._ranks = find(inputs.groups, guarded=self._settings.measures, known=self._ranks)
         if self._ranks is None:
-            self._prepare(inputs)
+            self._prepare(inputs.groups)
             self._step(inputs, None)
             return
         with self._reduction(self._ranks, inputs.groups, inputs.found_inf) as reduction:
             self.check_ranks()
-            self._prepare(inputs)
+            self._prepare(inputs.groups)
             gradients = reduction.settle(inputs.parameters, inputs.own_gradients(), inputs.where)
             self._step(replace(inputs, gradients=gradients), reduction)
 
@@ -228,7 +269,7 @@ class Engine:
                 raise RuntimeError("a plan does not describe the tensors that it was built from")
         try:
             if not inputs.stand_in:
-                self._check_not_replaced(plan, inputs)
+                self._check_not_replaced(plan.count(), inputs)
             self.outcome = self._launch(plan, new, inputs, reduction)
         finally:
             plan.release()
@@ -238,7 +279,7 @@ class Engine:
             if not inputs.stand_in:
                 self._keep(plan)
         if plan.has_empty:
-            _count_empty(self.outcome, inputs)
+            count_empty(self.outcome, inputs)
 
     def _keep(self, plan: Plan) -> None:
         settings = self._settings
@@ -253,6 +294,7 @@ class Engine:
                 check_finite=settings.check_finite,
                 stages=settings.hierarchical_stats,
             )
+            plan.note(self._control.values)
             groups = len(self._amsgrad)
             self._native = Outcome(memory, measured, plan, lambda: [plan.native_rows()], groups)
 
@@ -321,7 +363,7 @@ class Engine:
         except BaseException as error:  # an interrupt as well
             if all(map(_on_host, parts)) and not launched:
                 if decided:
-                    _take_back(plan, inputs, new)  # nothing happened, so nothing is counted
+                    take_back(plan, inputs, new)  # nothing happened, so nothing is counted
             elif decided:
                 self._torn = f"{type(error).__name__}: {error}"
             raise
@@ -354,7 +396,7 @@ def _on_host(part: Part) -> bool:
 
 def _observed() -> bool:
     """Whether somebody wants to see the launches: a profiler, or a dispatch mode."""
-    return bool(torch.autograd.profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack())
+    return profiler._is_profiler_enabled or _len_torch_dispatch_stack() > 0
 
 
 def _device_of(inputs: StepInputs) -> torch.device:
@@ -369,25 +411,3 @@ def _report_of(parts: list[Part]) -> Tensor:
     largest = scale.max()
     ratios = torch.where(largest > 0.0, scale / largest, 0.0)
     return torch.stack([bad.max(), largest, (sumsq * ratios * ratios).sum()])
-
-
-def _take_back(plan: Plan, inputs: StepInputs, new: NewPlan | None) -> None:
-    """Undo the counting of a step that was decided on the CPU and could not be launched."""
-    parameters = [parameter for group in inputs.groups for parameter in group["params"]]
-    fresh = set() if new is None else new.new_counters
-    for column in plan.active()[0]:
-        position = plan.positions[column]
-        if position not in fresh:
-            sharding.local(inputs.state[parameters[position]]["step"]).sub_(1.0)
-
-
-def _count_empty(outcome: Outcome, inputs: StepInputs) -> None:
-    """Count the step of the parameters without elements, which no kernel sees."""
-    plan = outcome.plan
-    skip = outcome.memory.decision[0]
-    parameters = [parameter for group in inputs.groups for parameter in group["params"]]
-    with torch.no_grad():
-        for position in plan.active()[1]:
-            if plan.columns[position] == EMPTY:
-                step = sharding.local(inputs.state[parameters[position]]["step"])
-                step.add_(1.0).sub_(skip if skip.device == step.device else skip.to(step.device))

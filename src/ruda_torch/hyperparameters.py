@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from numbers import Real
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ruda_optim.fused_adamw import AdamWOptions, InvalidOption
+from ruda_optim.fused_adamw.binding import GROUP_KEYS
 from ruda_optim.fused_adamw.options import HyperparameterNames, check_hyperparameters
 
 from .members import check_parameter_dtype
 from .settings import check_group_keys, check_group_switches, check_switches
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 NAMES = HyperparameterNames("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 """What a caller calls the five numbers."""
@@ -101,26 +105,33 @@ class Hyperparameters:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[tuple[Any, ...], AdamWOptions]] = {}
+        self._known: dict[int, tuple[tuple[Any, ...], bool, AdamWOptions]] = {}
 
     def read(self, number: int, group: dict[str, Any], *, look: bool = True) -> AdamWOptions:
         """As :func:`group_options`; the same object while the values stay the same."""
-        five = hyperparameters(group, number)
-        values = (*five, group["amsgrad"], group["maximize"], len(group), look)
+        values = (len(group), *(group[key] for key in GROUP_KEYS[1:]))
         known = self._known.get(number)
-        if known is not None and known[0] and all(map(is_, known[0], values)):
-            return known[1]
+        if known is not None and known[0] and known[1] is look and all(map(is_, known[0], values)):
+            return known[2]
         check_group_keys(number, group)  # a key more shows as another length
         options = group_options(number, group, look=look)
-        if known is not None and known[1] == options:
-            options = known[1]
-        # The very same tensor or array may hold another number at the next step.
-        kept = all(
-            type(value) is float or isinstance(value, Real) or (isinstance(value, torch.Tensor) and not look)
-            for value in five
+        if known is not None and known[2] == options:
+            options = known[2]
+        # The very same list, tensor or array may hold another number at the next step.
+        kept = type(group["betas"]) is tuple and all(
+            isinstance(value, Real) or (isinstance(value, torch.Tensor) and not look)
+            for value in hyperparameters(group, number)
         )
-        self._known[number] = (values if kept else (), options)
+        self._known[number] = (values if kept else (), look, options)
         return options
+
+    def values(self, groups: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] | None:
+        """What was read: of each group its length and the values of ``GROUP_KEYS[1:]``.
+
+        None if some of it can become another number without becoming another object.
+        """
+        known = [self._known[number][0] for number in range(len(groups))]
+        return known if all(known) and all(type(group) is dict for group in groups) else None
 
 
 def _pair(betas: Any, number: int | None) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import profiler
 from torch.optim import optimizer
 
 from .engine import Engine
@@ -39,7 +40,7 @@ class Live:
     def follow(self, groups: Iterable[dict[str, Any]]) -> None:
         """Note which parameters a compiled graph may name by their position. The lists are the groups' own."""
         groups = list(groups)
-        self.lists = [group["params"] for group in groups]
+        self.engine.lists = [group["params"] for group in groups]
         self.parameter_ids = [id(parameter) for group in groups for parameter in group["params"]]
 
     def change(self, settings: Settings) -> None:
@@ -59,19 +60,17 @@ def around_step(func: Callable[..., Any], observed: Callable[..., Any]) -> Calla
     What raises before the engine takes over, a hook or the closure, is told the ranks that would wait for this one.
     """
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(func)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = func
         if (
-            torch.autograd.profiler._is_profiler_enabled
+            profiler._is_profiler_enabled
             or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or optimizer._global_optimizer_pre_hooks
             or optimizer._global_optimizer_post_hooks
         ):
-            return observed(self, *args, **kwargs)
-        return func(self, *args, **kwargs)
-
-    @functools.wraps(func)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            run = observed
         if torch.compiler.is_compiling():  # which does not go on after a try block that it had to leave
             return run(self, *args, **kwargs)
         live = self._live

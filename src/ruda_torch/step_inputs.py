@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def parameter_lists(groups: list[dict[str, Any]]) -> list[list[Tensor]]:
+    """The parameters of each group. Torch makes lists; who assigns a tuple is heard as well."""
+    lists = [group["params"] for group in groups]
+    return [params if type(params) is list else list(params) for params in lists]
+
+
 @dataclass
 class StepInputs:
     """What one step is taken from.

@@ -312,7 +312,8 @@ def test_another_thread_runs_during_a_long_step(size, runs) -> None:
         during = 0
         for _ in range(20):
             before = counted[0]
-            assert made.plan.step(made.groups, made.gradients, None, pytest.fail, 1.0, 0.0)
+            groups = [{"params": parameters} for parameters in made.groups]
+            assert made.plan.step(groups, made.gradients, None, pytest.fail, 1.0, 0.0, True)
             during += counted[0] - before
     finally:
         stop.set()

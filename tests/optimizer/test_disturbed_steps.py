@@ -130,6 +130,63 @@ def test_after_an_error_the_readers_tell_of_the_step_before():
     assert told[1] == pytest.approx((2.0, 4.0))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda group, step: group.update(lr=0.1 / (step + 1)),
+        lambda group, step: group.update(lr=torch.tensor(0.1)) if step == 1 else None,
+        lambda group, step: group["lr"].div_(2.0) if step > 1 else group.update(lr=torch.tensor(0.1)),
+        lambda group, step: group.update(betas=[0.5, 0.9]) if step == 1 else None,
+        lambda group, step: group["betas"].reverse() if step > 1 else group.update(betas=[0.9, 0.8]),
+        lambda group, step: group.update(weight_decay=0.5 * (step == 2)),
+        lambda group, step: group.update(eps=1e-8 if step % 2 else 0.1),
+        lambda group, step: group.update(maximize=step == 1),
+    ],
+    ids=["lr", "tensor", "tensor in place", "betas", "betas in place", "decay", "eps", "maximize"],
+)
+def test_hyperparameters_that_change_between_steps_are_heard(change):
+    found = []
+    for cls, options in ((ruda_torch.AdamW, {"fused_step": True}), (torch.optim.AdamW, {})):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 9))
+        optimizer = cls([parameter], lr=0.1, **options)
+        for step in range(5):
+            change(optimizer.param_groups[0], step)
+            parameter.grad = torch.linspace(1, -1, 9) * (step + 1)
+            optimizer.step()
+        found.append(parameter.detach().clone())
+    # Five steps of lr 0.1 in FP32: some roundings of numbers below 2.
+    assert torch.allclose(*found, rtol=0.0, atol=2**-20)
+
+
+def test_a_number_that_comes_back_after_a_step_that_python_took_is_heard(monkeypatch):
+    (parameter,), optimizer = made(4, weight_decay=0.0)
+    optimizer.step()
+    optimizer.step()
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = 0.0
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_observed", lambda: True)
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = rate  # the very same object
+    before = parameter.detach().clone()
+    optimizer.step()
+    assert not torch.equal(parameter, before)
+
+
+def test_a_setting_in_a_group_is_refused_between_steps():
+    (parameter,), optimizer = made(4)
+    optimizer.step()
+    optimizer.param_groups[0]["max_grad_norm"] = 1.0
+    before = parameter.detach().clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="max_grad_norm is no option of a group"):
+            optimizer.step()
+    del optimizer.param_groups[0]["max_grad_norm"]
+    assert torch.equal(parameter, before)
+    optimizer.step()
+    assert float(optimizer.state[parameter]["step"]) == 2.0
+
+
 def test_parameters_of_a_group_may_be_a_tuple():
     (parameter,), optimizer = made(4)
     optimizer.step()

@@ -4,8 +4,8 @@ A plan is one C++ object. It knows what parameters and state looked like when it
 gradients of a step, and notices what changed; on a CPU it also takes the whole step in the same call. It holds no
 tensor: what is taken out of an optimizer is freed at once.
 
-The C++ functions are called through ctypes with the interpreter lock held. For models of many small tensors the
-dispatcher would take longer to reach them than they take.
+The C++ functions are called through ctypes with the interpreter lock held, the CPU step as a function of Python's own
+kind, which takes less time to reach. The dispatcher would take longer than the update of many small tensors does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ UNKNOWN = -1
 """In place of a column: the parameter had no gradient yet."""
 EMPTY = -2
 """In place of a column: the parameter has no elements."""
-_CHANGED, _SKIPPED = -2, -3
+_BOUND, _CHANGED, _SKIPPED, _UNREAD = -1, -2, -3, -4
+GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+"""What of a parameter group a step reads."""
 _KEPT_SELECTIONS = 16
 """Sets of active columns whose tables a plan keeps for accelerators; making one anew costs an upload."""
 
@@ -54,18 +56,18 @@ class _Reader(ctypes.Structure):
         ("local", ctypes.py_object),
         ("is_neg", ctypes.py_object),
         ("increment_version", ctypes.py_object),
+        ("group_keys", ctypes.py_object * len(GROUP_KEYS)),
     )
 
 
 class _Step(ctypes.Structure):
-    """A CPU step, as csrc/plan.cpp declares it."""
+    """A CPU step, as csrc/plan.h declares it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("fields", "layouts", "groups", "hyperparameters", "report", "decision")),
         *((name, ctypes.c_void_p) for name in ("counts", "coefficients", "rows")),
         ("chunk", ctypes.c_int64),
-        ("inverse_scale", ctypes.c_double),
-        ("found_inf", ctypes.c_double),
+        ("updated", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("measured", "check_finite", "stages")),
     )
 
@@ -87,7 +89,8 @@ class _Functions:
         # Torch's function in C, not its wrapper in Python, on whose way a signal handler could run and raise.
         increment_version = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
         is_neg = torch._C.TensorBase.is_neg
-        self.reader = _Reader(exchange, "grad", "_local_tensor", is_neg, increment_version)
+        keys = (ctypes.py_object * len(GROUP_KEYS))(*GROUP_KEYS)  # type: ignore[misc]
+        self.reader = _Reader(exchange, "grad", "_local_tensor", is_neg, increment_version, keys)
         opened = ctypes.PyDLL(library.path())
         thing, memory, number = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
 
@@ -101,7 +104,9 @@ class _Functions:
         self.watch = function("ruda_plan_watch", ctypes.c_bool, memory, thing, thing, memory)
         self.near_written = function("ruda_plan_near_written", ctypes.c_bool, memory, number, number)
         self.fits = function("ruda_plan_fits", ctypes.c_bool, memory, thing)
-        self.bind = function("ruda_plan_bind", number, memory, thing, thing, thing, thing, number, memory)
+        self.bind = function("ruda_plan_bind", number, memory, thing, thing, thing, thing, number)
+        self.note = function("ruda_plan_note", None, memory, thing)
+        self.stepper = function("ruda_plan_stepper", thing, memory, memory)
         self.active = function("ruda_plan_active", number, memory, memory, memory, memory)
 
 
@@ -183,7 +188,9 @@ class Plan:
         self.group_sizes = [len(group) for group in groups]
         self.skipped = False
         self._held: list[Any] = []
+        self._noted: list[tuple[Any, ...]] | None = None
         self._step = _Step()
+        self._take_step: Any = None
         self._step_memory: tuple[Any, ...] = ()
         self._active = (ctypes.c_int64 * len(memories))()
         self._updated = (ctypes.c_int64 * len(columns))()
@@ -233,20 +240,47 @@ class Plan:
         step.chunk = kernels.statistics_chunk
         step.measured, step.check_finite, step.stages = measured, check_finite, stages
         self._step_memory = (memory, rows, coefficients)
+        self._take_step = self._call.stepper(self._handle, ctypes.byref(step))
+
+    def note(self, values: list[tuple[Any, ...]] | None) -> None:
+        """Note what the hyperparameters in the memory of :meth:`prepare` were read from.
+
+        Args:
+            values: for each group its length, and the values of ``GROUP_KEYS`` behind the first; None if they can
+                change without becoming other objects.
+        """
+        self._call.note(self._handle, values)
+        self._noted = values  # an object that is gone could have a successor at its address
 
     def step(
         self,
-        groups: list[list[Tensor]],
+        groups: list[dict[str, Any]],
         gradients: list[Tensor | None] | None,
         state: dict[Any, dict[str, Any]] | None,
         settle: Callable[[int, Any], Tensor],
         inverse_scale: float,
         found_inf: float,
-    ) -> bool:
-        """Bind and take the whole step on the CPU; see :meth:`bind` and :meth:`prepare`."""
-        self._step.inverse_scale = inverse_scale
-        self._step.found_inf = found_inf
-        return self._bind(groups, gradients, state, settle, [None] * len(self.columns), ctypes.byref(self._step))
+        read: bool,
+    ) -> bool | None:
+        """Bind and take the whole step on the CPU; see :meth:`bind` and :meth:`prepare`.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            read: whether the hyperparameters have just been read.
+
+        Returns:
+            None if they have to be read first, because the groups do not hold what was noted.
+        """
+        step, held = self._take_step, [None] * len(self.columns)
+        found = step(groups, gradients, state, held, 0, inverse_scale, found_inf, read)
+        while found >= 0:
+            if not self._settle(found, held, settle):
+                return False
+            found = step(groups, gradients, state, held, found + 1, inverse_scale, found_inf, read)
+        if found == _UNREAD:
+            return None
+        self.skipped = found == _SKIPPED
+        return bool(found != _CHANGED)
 
     def bind(
         self,
@@ -267,10 +301,13 @@ class Plan:
         Returns:
             False if the plan is out of date.
         """
-        self._held = [None] * len(self.columns)
+        held = self._held = [None] * len(self.columns)
         bound = False
         try:
-            bound = self._bind(groups, gradients, state, settle, self._held, None)
+            found = self._call.bind(self._handle, groups, gradients, state, held, 0)
+            while found >= 0 and self._settle(found, held, settle):
+                found = self._call.bind(self._handle, groups, gradients, state, held, found + 1)
+            bound = found == _BOUND
         finally:
             if not bound:
                 self.release()
@@ -280,27 +317,16 @@ class Plan:
         """Let the gradients go."""
         self._held = []
 
-    def _bind(
-        self,
-        groups: list[list[Tensor]],
-        gradients: list[Tensor | None] | None,
-        state: dict[Any, dict[str, Any]] | None,
-        settle: Callable[[int, Any], Tensor],
-        held: list[Any],
-        step: Any,
-    ) -> bool:
-        found = self._call.bind(self._handle, groups, gradients, state, held, 0, step)
-        while found >= 0:
-            gradient = held[found]
-            settled = settle(found, gradient)
-            held[found] = (gradient, settled)
-            if self._may_be_written(self.columns[found], settled):
-                return False  # a new plan tells whether they share memory, with names
-            self.table.set_gradient(self.columns[found], settled)
-            self._step.layouts = self.table.layouts.data_ptr()
-            found = self._call.bind(self._handle, groups, gradients, state, held, found + 1, step)
-        self.skipped = found == _SKIPPED
-        return bool(found != _CHANGED)
+    def _settle(self, position: int, held: list[Any], settle: Callable[[int, Any], Tensor]) -> bool:
+        """Put a gradient that is not what the plan expects into the table; False if the plan is out of date."""
+        gradient, column = held[position], self.columns[position]
+        settled = settle(position, gradient)
+        held[position] = (gradient, settled)
+        if self._may_be_written(column, settled):
+            return False  # a new plan tells whether they share memory, with names
+        self.table.set_gradient(column, settled)
+        self._step.layouts = self.table.layouts.data_ptr()
+        return True
 
     def _may_be_written(self, column: int, gradient: Tensor) -> bool:
         """Whether a gradient that was elsewhere before may lie in memory that a step writes."""
@@ -314,6 +340,11 @@ class Plan:
         updated = ctypes.c_int64()
         count = self._call.active(self._handle, self._active, self._updated, ctypes.byref(updated))
         return self._active[:count], self._updated[: updated.value]
+
+    @property
+    def stepped(self) -> int:
+        """How many parameters the last :meth:`step` had."""
+        return int(self._step.updated)
 
     def count(self) -> int:
         """How many parameters the step that was bound last has."""

@@ -1,70 +1,13 @@
-// A plan: what the tensors of one optimizer looked like when its launch table was built. It notices when they look
-// different, finds the gradients of a step, and on the CPU runs the whole step in the same call. It holds no tensor:
-// objects are known by address, and by what they describe. Called by binding.py through ctypes with the interpreter lock
-// held; an exception that is set on return is raised there.
+// What binding.py asks of a plan; see plan.h.
+#include "plan.h"
+
 #include <algorithm>
 #include <iterator>
-#include <vector>
 
-#include "cpu_step.h"
 #include "export.h"
-#include "float_mode.h"
-#include "tensor_record.h"
 
 namespace ruda {
 namespace {
-
-// A state tensor of the plan. The object is only compared, and described while the state's dict holds it.
-struct Held {
-  PyObject* object;
-  Record record;
-};
-
-// Everything that binding.py decides about a CPU step; a ctypes.Structure there.
-struct Step {
-  int64_t* fields;
-  const int64_t* layouts;
-  const int64_t* groups;  // per column
-  DecisionMemory memory;
-  Coefficients* coefficients;
-  StatsRow* rows;
-  int64_t chunk;
-  double inverse_scale, found_inf;
-  int32_t measured, check_finite, stages;
-};
-
-// Written memory in order of its addresses. `reached` is where this range or one before it ends, whichever is farther.
-struct Range {
-  int64_t start, reached;
-};
-
-struct Plan {
-  Reader reader;
-  int64_t* fields;
-  int64_t columns;
-  std::vector<int64_t> group_sizes;
-  std::vector<PyObject*> parameters;         // of all groups; only compared
-  std::vector<int64_t> column_of;            // of each parameter: its column, or kUnknown, or kEmpty
-  std::vector<bool> sharded;                 // of each parameter: whether it is a DTensor
-  std::vector<Record> records;               // per column
-  std::vector<int64_t> shapes, held_shapes;  // sizes and strides of the records
-  std::vector<PyObject*> entries;            // keys, dicts and values of the state, in order; only compared
-  std::vector<Held> held;
-  std::vector<Range> written;                      // all memory that a step may write, by address
-  std::vector<int64_t> active;                     // columns of the step that was bound last
-  std::vector<int64_t> updated;                    // positions of its parameters, empty ones included
-  std::vector<int64_t> next_active, next_updated;  // the same of a step that is being bound
-
-  TableView view() const { return {fields, columns, nullptr}; }
-  Columns active_columns() const { return {active.data(), static_cast<int64_t>(active.size())}; }
-};
-
-constexpr int64_t kUnknown = -1;  // a parameter that had no gradient yet
-constexpr int64_t kEmpty = -2;    // a parameter without elements
-
-constexpr int64_t kBound = -1;
-constexpr int64_t kChanged = -2;
-constexpr int64_t kSkipped = -3;
 
 bool single(const DLTensor& tensor) {
   return std::all_of(tensor.shape, tensor.shape + tensor.ndim, [](int64_t size) { return size == 1; });
@@ -201,57 +144,21 @@ int64_t bind_positions(Plan& plan, PyObject* groups, PyObject* gradients, PyObje
   return kBound;
 }
 
-// The parameters of the step, as a new list.
-PyObject* updated_parameters(const Plan& plan, PyObject* groups) {
-  PyObject* const list = PyList_New(static_cast<intptr_t>(plan.updated.size()));
-  if (list == nullptr) return nullptr;
-  size_t group = 0;
-  int64_t first = 0;
-  for (size_t k = 0; k < plan.updated.size(); ++k) {
-    while (plan.updated[k] >= first + plan.group_sizes[group]) first += plan.group_sizes[group++];
-    PyObject* const parameter =
-        PyList_GetItem(PyList_GetItem(groups, static_cast<intptr_t>(group)), plan.updated[k] - first);
-    Py_IncRef(parameter);
-    PyList_SetItem(list, static_cast<intptr_t>(k), parameter);
-  }
-  return list;
-}
-
-// Getting the interpreter back can take a switch interval, a hundred times a small step.
-bool worth_releasing(const TableView& table, const Columns& columns) {
-  int64_t elements = 0;
-  for (int64_t k = 0; k < columns.count; ++k) elements += table.at(kNumel, columns[k]) + kTensorCost;
-  return elements >= 2 * kGrain;
-}
-
-// Measures and decides; true if the step is to be taken.
-bool run_decision(const Plan& plan, const Step& step, bool release) {
-  const TableView table{step.fields, plan.columns, step.layouts};
-  const Columns columns = plan.active_columns();
-  const FloatMode mode;
-  const float inverse_scale = static_cast<float>(step.inverse_scale);
-  const WithoutInterpreter released(release);
-  if (step.measured) {
-    measure(table, columns, step.chunk, inverse_scale, step.rows);
-    const StatsRow all = merge(step.rows, rows_of(table, columns, step.chunk), step.stages != 0);
-    step.memory.report[0] = all.bad;
-    step.memory.report[1] = all.scale;
-    step.memory.report[2] = all.sumsq;
-  }
-  decide(table, columns, step.groups, {step.measured != 0, step.check_finite != 0, inverse_scale, step.found_inf},
-         step.memory, step.coefficients);
-  return step.memory.decision[0] == 0.0f;
-}
-
-void run_update(const Plan& plan, const Step& step, bool release) {
-  const FloatMode mode;
-  const TableView table{step.fields, plan.columns, step.layouts};
-  const WithoutInterpreter released(release);
-  update(table, plan.active_columns(),
-         {step.coefficients, static_cast<float>(step.inverse_scale), step.memory.decision[1], prefetch(), true});
-}
-
 }  // namespace
+
+int64_t bind(Plan* plan, PyObject* groups, PyObject* gradients, PyObject* state, PyObject* held, int64_t start) {
+  if (start == 0) {
+    plan->next_active.clear();
+    plan->next_updated.clear();
+    if (!same_parameters(*plan, groups) || !(is_none(state) || same_state(*plan, state))) return kChanged;
+  }
+  const int64_t found = bind_positions(*plan, groups, gradients, held, start);
+  if (found != kBound) return found;
+  plan->active.swap(plan->next_active);
+  plan->updated.swap(plan->next_updated);
+  return kBound;
+}
+
 }  // namespace ruda
 
 using ruda::Plan;
@@ -339,35 +246,9 @@ RUDA_EXPORT bool ruda_plan_fits(const Plan* plan, PyObject* groups) { return rud
 // Returns kBound, or kChanged if parameters or state are no longer what the plan was built for, or the position of a
 // gradient that is not laid out like its parameter, or not of the table's dtype, or lazily negated: the caller settles
 // that one and calls again with the position after it. Parameters and state are looked at when `start` is 0.
-//
-// With `step`, a plan that is bound also takes the step: measure, decide, version counters, update. Returns kSkipped if
-// it was decided to do nothing.
 RUDA_EXPORT int64_t ruda_plan_bind(Plan* plan, PyObject* groups, PyObject* gradients, PyObject* state, PyObject* held,
-                                   int64_t start, const ruda::Step* step) {
-  using namespace ruda;
-  if (start == 0) {
-    plan->next_active.clear();
-    plan->next_updated.clear();
-    if (!same_parameters(*plan, groups) || !(is_none(state) || same_state(*plan, state))) return kChanged;
-  }
-  const int64_t found = bind_positions(*plan, groups, gradients, held, start);
-  if (found != kBound) return found;
-  plan->active.swap(plan->next_active);
-  plan->updated.swap(plan->next_updated);
-  if (step == nullptr) return found;
-  const Owned parameters(updated_parameters(*plan, groups));
-  if (parameters.get() == nullptr) return kBound;  // an exception is set
-  const bool release = worth_releasing(plan->view(), plan->active_columns());
-  std::vector<PyObject*> state_tensors;  // other threads may replace them meanwhile
-  if (release) {
-    for (const Held& one : plan->held) state_tensors.push_back(one.object);
-  }
-  const OwnedAll state_lives(state_tensors);
-  if (!run_decision(*plan, *step, release)) return kSkipped;
-  // A function of C: no signal handler runs on the way to the update, so nothing can fail after the decision.
-  const Owned none(PyObject_CallFunctionObjArgs(plan->reader.increment_version, parameters.get(), nullptr));
-  if (none.get() != nullptr) run_update(*plan, *step, release);
-  return kBound;
+                                   int64_t start) {
+  return ruda::bind(plan, groups, gradients, state, held, start);
 }
 
 // The columns of the step that was bound last, and then the positions of its parameters. Both arrays are large enough.

@@ -28,14 +28,33 @@ RUDA_PYTHON intptr_t PyList_Size(PyObject* list);
 RUDA_PYTHON PyObject* PyList_GetItem(PyObject* list, intptr_t index);            // borrowed
 RUDA_PYTHON int PyList_SetItem(PyObject* list, intptr_t index, PyObject* item);  // takes the item over
 RUDA_PYTHON int PyDict_Next(PyObject* dict, intptr_t* position, PyObject** key, PyObject** value);  // borrowed
+RUDA_PYTHON PyObject* PyDict_GetItem(PyObject* dict, PyObject* key);                                // borrowed
+RUDA_PYTHON intptr_t PyDict_Size(PyObject* dict);
+RUDA_PYTHON PyObject* PyTuple_GetItem(PyObject* tuple, intptr_t index);  // borrowed
+RUDA_PYTHON PyObject* PyLong_FromVoidPtr(void* pointer);
+RUDA_PYTHON void* PyLong_AsVoidPtr(PyObject* number);
+RUDA_PYTHON PyObject* PyLong_FromLongLong(long long number);
+RUDA_PYTHON long long PyLong_AsLongLong(PyObject* number);
+RUDA_PYTHON double PyFloat_AsDouble(PyObject* number);
 RUDA_PYTHON PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
 RUDA_PYTHON PyObject* PyObject_CallFunctionObjArgs(PyObject* callable, ...);
 RUDA_PYTHON int PyObject_IsTrue(PyObject* object);
 RUDA_PYTHON void Py_IncRef(PyObject* object);
 RUDA_PYTHON void Py_DecRef(PyObject* object);
+RUDA_PYTHON PyObject* PyErr_Occurred();  // borrowed
 RUDA_PYTHON void PyErr_Clear();
 RUDA_PYTHON void* PyEval_SaveThread();
 RUDA_PYTHON void PyEval_RestoreThread(void* thread);
+
+// A function that Python calls without ctypes on the way: METH_FASTCALL.
+struct PyMethodDef {
+  const char* name;
+  PyObject* (*function)(PyObject* self, PyObject* const* arguments, intptr_t count);
+  int flags;
+  const char* doc;
+};
+constexpr int kFastCall = 0x0080;
+RUDA_PYTHON PyObject* PyCFunction_NewEx(PyMethodDef* method, PyObject* self, PyObject* module);
 #undef RUDA_PYTHON
 }
 
@@ -123,13 +142,17 @@ inline int64_t gradient_flag(const DLTensor& tensor) {
   }
 }
 
+// A group's parameters, and what else of it a step reads.
+constexpr int kGroupKeys = 7;
+
 // What the functions need of Python; binding.py fills it once.
 struct Reader {
   const DLPackExchangeAPI* torch;
-  PyObject* grad;               // the attribute's name
-  PyObject* local;              // the attribute of a DTensor that holds this rank's part
-  PyObject* is_neg;             // the method of torch's tensor class
-  PyObject* increment_version;  // of torch.autograd.graph
+  PyObject* grad;                    // the attribute's name
+  PyObject* local;                   // the attribute of a DTensor that holds this rank's part
+  PyObject* is_neg;                  // the method of torch's tensor class
+  PyObject* increment_version;       // of torch.autograd.graph
+  PyObject* group_keys[kGroupKeys];  // "params" first
 
   // False for a tensor without strided memory, or without any description.
   bool describe(PyObject* tensor, DLTensor* out) const {
