@@ -274,15 +274,10 @@ class AdamW(torch.optim.AdamW):
         scale = getattr(self, "grad_scale", None)  # what a GradScaler hands over
         if grad_scale is not None:
             scale = grad_scale if scale is None else scale * grad_scale
-        live.engine.run(
-            self.param_groups,
-            self.__dict__["state"],
-            scale,
-            getattr(self, "found_inf", None),
-            live.state_shown or live.tensors_shared,
-            gradients,
-            targets,
-        )
+        state = self.__dict__["state"]
+        watched = state if live.state_shown else live.tensors_shared or None
+        found_inf = getattr(self, "found_inf", None)
+        live.engine.run(self.param_groups, state, scale, found_inf, watched, gradients, targets)
 
     def run_compiled(self, positions: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Run the step that a compiled graph contains; see :mod:`ruda_torch.compiled`. Not for direct use.

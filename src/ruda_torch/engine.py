@@ -132,7 +132,7 @@ class Engine:
         state: dict[Tensor, dict[str, Any]],
         grad_scale: Tensor | float | None,
         found_inf: Tensor | float | None,
-        state_shown: bool,
+        watched: dict[Tensor, dict[str, Any]] | bool | None,
         gradients: list[Tensor | None] | None = None,
         stand_ins: list[list[Tensor]] | None = None,
     ) -> None:
@@ -149,10 +149,10 @@ class Engine:
                 )
             self._stepping = True
             try:
-                if stand_ins is None and self._run_native(groups, state, grad_scale, found_inf, state_shown, gradients):
+                if stand_ins is None and self._run_native(groups, state, grad_scale, found_inf, watched, gradients):
                     return
                 lists = self.lists = parameter_lists(groups)
-                inputs = StepInputs(groups, state, lists, grad_scale, found_inf, gradients, state_shown)
+                inputs = StepInputs(groups, state, lists, grad_scale, found_inf, gradients, watched)
                 if stand_ins is not None:
                     inputs = replace(inputs, targets=stand_ins, stand_in=True)
                 with torch.no_grad():
@@ -185,7 +185,7 @@ class Engine:
         state: dict[Tensor, dict[str, Any]],
         grad_scale: Tensor | float | None,
         found_inf: Tensor | float | None,
-        state_shown: bool,
+        watched: dict[Tensor, dict[str, Any]] | bool | None,
         gradients: list[Tensor | None] | None,
     ) -> bool:
         """Take the step in one native call; False if there is no plan for it that still fits."""
@@ -202,7 +202,6 @@ class Engine:
 
         inverse_scale = 1.0 if grad_scale is None else scale_on(_CPU, grad_scale)[0]
         flag = 0.0 if found_inf is None else float(found_inf)
-        watched = state if state_shown else None
         taken = plan.step(groups, gradients, watched, settle, inverse_scale, flag, False)
         if taken is None:
             self._prepare(groups)
@@ -255,7 +254,7 @@ class Engine:
         if (
             plan is None
             or inputs.stand_in
-            or not plan.bind(inputs.targets, inputs.gradients, inputs.watched_state, inputs.settle)
+            or not plan.bind(inputs.targets, inputs.gradients, inputs.watched, inputs.settle)
         ):
             gradients = inputs.own_gradients()
             if not inputs.stand_in:

@@ -27,7 +27,8 @@ class StepInputs:
         grad_scale: what the gradients were multiplied by; None means they are unscaled already.
         found_inf: above 0 means that somebody saw a non-finite gradient; the step is skipped.
         gradients: one per parameter of all groups, or None for the parameters' own ``.grad``.
-        state_shown: whether anybody outside may have changed something in ``state``.
+        watched: ``state`` if somebody outside may have changed something in it, True if he can only have given other
+            memory to its tensors, None if neither.
         stand_in: whether ``targets`` are not the parameters.
     """
 
@@ -37,7 +38,7 @@ class StepInputs:
     grad_scale: Tensor | float | None = None
     found_inf: Tensor | float | None = None
     gradients: list[Tensor | None] | None = None
-    state_shown: bool = True
+    watched: dict[Tensor, dict[str, Any]] | bool | None = None
     stand_in: bool = False
 
     @property
@@ -54,7 +55,3 @@ class StepInputs:
     def settle(self, position: int, gradient: Tensor) -> Tensor:
         """A gradient that is not what the plan expects, checked."""
         return check_gradient(self.where(position), self.parameters[position], gradient)
-
-    @property
-    def watched_state(self) -> dict[Tensor, dict[str, Any]] | None:
-        return self.state if self.state_shown else None

@@ -256,7 +256,7 @@ class Plan:
         self,
         groups: list[dict[str, Any]],
         gradients: list[Tensor | None] | None,
-        state: dict[Any, dict[str, Any]] | None,
+        state: dict[Any, dict[str, Any]] | bool | None,
         settle: Callable[[int, Any], Tensor],
         inverse_scale: float,
         found_inf: float,
@@ -286,7 +286,7 @@ class Plan:
         self,
         groups: list[list[Tensor]],
         gradients: list[Tensor | None] | None,
-        state: dict[Any, dict[str, Any]] | None,
+        state: dict[Any, dict[str, Any]] | bool | None,
         settle: Callable[[int, Any], Tensor],
     ) -> bool:
         """Take over this step's gradients and hold them until :meth:`release`.
@@ -294,7 +294,7 @@ class Plan:
         Args:
             groups: the parameters of each group, as when the plan was built.
             gradients: one per parameter, None where it has none; None for the parameters' own ``.grad``.
-            state: the optimizer's; None where nobody can have changed anything in it.
+            state: the optimizer's; True where only the memory of its tensors can have changed, None where nothing can.
             settle: called with a position and a gradient that is not laid out like its parameter, or not of the dtype
                 it had; returns the tensor to read, or raises.
 

@@ -17,15 +17,15 @@ bool single(const DLTensor& tensor) {
 // here may be gone: a prefetch of any address is harmless. Always inlined, because GCC takes a function that only
 // prefetches for one without effect.
 constexpr int64_t kAhead = 20;
+[[gnu::always_inline]] inline void ask_around(int64_t address) {
+  for (int64_t line = -64; line <= 128; line += 64) __builtin_prefetch(reinterpret_cast<const void*>(address + line));
+}
 [[gnu::always_inline]] inline void ask_for(const Record& record, const PyObject* parameter) {
-  const auto around = [](int64_t address) {
-    for (int64_t line = -64; line <= 128; line += 64) __builtin_prefetch(reinterpret_cast<const void*>(address + line));
-  };
   __builtin_prefetch(parameter);
   __builtin_prefetch(reinterpret_cast<const void*>(record.gradient_object));
   __builtin_prefetch(reinterpret_cast<const void*>(record.storage));
-  around(record.sizes);
-  around(record.gradient_sizes);
+  ask_around(record.sizes);
+  ask_around(record.gradient_sizes);
 }
 
 // False if a step writes nothing between the addresses.
@@ -78,8 +78,8 @@ bool same_parameters(const Plan& plan, PyObject* groups) {
   return true;
 }
 
-// True if the state consists of the very objects of the plan, and they have the memory that they had.
-bool same_state(const Plan& plan, PyObject* state) {
+// True if the state consists of the very objects of the plan.
+bool same_entries(const Plan& plan, PyObject* state) {
   size_t seen = 0;
   const auto next_is = [&](PyObject* object) { return seen < plan.entries.size() && plan.entries[seen++] == object; };
   PyObject *key, *entry, *name, *value;
@@ -89,10 +89,18 @@ bool same_state(const Plan& plan, PyObject* state) {
       if (!next_is(value)) return false;
     }
   }
-  if (seen != plan.entries.size()) return false;
-  return std::all_of(plan.held.begin(), plan.held.end(), [&](const Held& held) {
-    return still_is(plan.reader, held.object, held.record, plan.held_shapes);
-  });
+  return seen == plan.entries.size();
+}
+
+// True if the state tensors have the memory that they had.
+bool same_memory(const Plan& plan) {
+  for (size_t i = 0; i < plan.held.size(); ++i) {
+    const Held& ahead = plan.held[std::min(i + kAhead, plan.held.size() - 1)];
+    __builtin_prefetch(ahead.object);
+    ask_around(ahead.record.sizes);
+    if (!still_is(plan.reader, plan.held[i].object, plan.held[i].record, plan.held_shapes)) return false;
+  }
+  return true;
 }
 
 // True while an empty parameter is empty.
@@ -150,7 +158,9 @@ int64_t bind(Plan* plan, PyObject* groups, PyObject* gradients, PyObject* state,
   if (start == 0) {
     plan->next_active.clear();
     plan->next_updated.clear();
-    if (!same_parameters(*plan, groups) || !(is_none(state) || same_state(*plan, state))) return kChanged;
+    if (!same_parameters(*plan, groups)) return kChanged;
+    if (!is_none(state) && !is_true(state) && !same_entries(*plan, state)) return kChanged;
+    if (!is_none(state) && !same_memory(*plan)) return kChanged;
   }
   const int64_t found = bind_positions(*plan, groups, gradients, held, start);
   if (found != kBound) return found;
@@ -240,7 +250,7 @@ RUDA_EXPORT bool ruda_plan_fits(const Plan* plan, PyObject* groups) { return rud
 
 // Finds the gradients of a step and writes their addresses into the table. `groups` is a list of lists of parameters,
 // `gradients` a list with one entry per parameter, or None for the parameters' own `.grad`; `state` is the optimizer's, or
-// None where nobody can have changed it. `held` has one entry per parameter and receives the gradients, so that they live
+// True where only the memory of its tensors can have changed, or None where nothing can. `held` has one entry per parameter and receives the gradients, so that they live
 // until the caller drops it: a computed `.grad` has no other owner.
 //
 // Returns kBound, or kChanged if parameters or state are no longer what the plan was built for, or the position of a

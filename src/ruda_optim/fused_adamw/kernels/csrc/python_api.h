@@ -23,6 +23,7 @@ struct _object;
 using PyObject = struct _object;
 #define RUDA_PYTHON __attribute__((weak))
 RUDA_PYTHON extern char _Py_NoneStruct;
+RUDA_PYTHON extern char _Py_TrueStruct;
 RUDA_PYTHON PyObject* PyList_New(intptr_t size);
 RUDA_PYTHON intptr_t PyList_Size(PyObject* list);
 RUDA_PYTHON PyObject* PyList_GetItem(PyObject* list, intptr_t index);            // borrowed
@@ -61,6 +62,7 @@ RUDA_PYTHON PyObject* PyCFunction_NewEx(PyMethodDef* method, PyObject* self, PyO
 namespace ruda {
 
 inline bool is_none(const PyObject* object) { return reinterpret_cast<const char*>(object) == &_Py_NoneStruct; }
+inline bool is_true(const PyObject* object) { return reinterpret_cast<const char*>(object) == &_Py_TrueStruct; }
 
 // A reference that is given back.
 class Owned {
