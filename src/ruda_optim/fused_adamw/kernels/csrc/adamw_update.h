@@ -92,10 +92,13 @@ struct Element {
   float p, m, v, v_max;  // parameter, exp_avg, exp_avg_sq, max_exp_avg_sq (AMSGrad only)
 };
 
+// Which end a lerp starts from.
+RUDA_HD bool near_old(float weight) { return weight < 0.5f; }
+
 // old + weight * (x - old), from whichever end is nearer: with a weight near 1 the old value, however large, cancels.
 RUDA_HD float lerp(float old, float x, float weight) {
   const float difference = x - old;
-  return weight < 0.5f ? old + weight * difference : x - (1.0f - weight) * difference;  // 1 - weight is exact here
+  return near_old(weight) ? old + weight * difference : x - (1.0f - weight) * difference;  // 1 - weight is exact here
 }
 
 template <bool AMSGRAD>
