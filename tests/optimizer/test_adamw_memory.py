@@ -309,6 +309,7 @@ def test_steady_steps_do_not_grow_python_memory() -> None:
     tracemalloc.start()
     try:
         held = []
+        optimizer.param_groups[0]["lr"] = 1e-4  # which is read anew and kept: something that the filter must see
         for _ in range(5):
             for _ in range(25):
                 optimizer.step()
