@@ -158,18 +158,59 @@ def test_what_replays_use_outlives_the_optimizer(graph: Graph) -> None:
     del state
 
 
-def test_hyperparameters_that_changed_before_the_capture_are_captured(graph: Graph) -> None:
-    parameters, optimizer = made()
-    fill_gradients(parameters, 0)
-    optimizer.step()
+def change_lr(optimizer: ruda_torch.AdamW) -> None:
     optimizer.param_groups[0]["lr"] = 0.5
+
+
+def change_betas(optimizer: ruda_torch.AdamW) -> None:
+    optimizer.param_groups[0]["betas"] = (0.5, 0.5)
+
+
+def change_max_grad_norm(optimizer: ruda_torch.AdamW) -> None:
+    optimizer.max_grad_norm = 0.25
+
+
+CHANGES = (change_lr, change_betas, change_max_grad_norm)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changed_after_the_last_step_cannot_be_captured_before_a_step_with_it(change, graph: Graph) -> None:
+    """A graph would send it again at every replay, over what is set later."""
+    (parameters, optimizer), (twins, twin) = made(max_grad_norm=1.0), made(max_grad_norm=1.0)
+    for some, one in ((parameters, optimizer), (twins, twin)):
+        fill_gradients(some, 0)
+        one.step()
+        change(one)
+    with pytest.raises(RuntimeError, match=r"changed after the last step.*Take one step with the new values"), graph:
+        optimizer.step()
+    assert graph.kernels == []
+    for one in (optimizer, twin):  # nothing was submitted: the optimizer goes on
+        one.step()
     with graph:
         optimizer.step()
-    twins, twin = made()
-    fill_gradients(twins, 0)
-    twin.step()
-    twin.param_groups[0]["lr"] = 0.5
-    for _ in range(2):
+    for seed in (1, 2):
+        for some in (parameters, twins):
+            fill_gradients(some, seed)
         graph.replay()
         twin.step()
-    assert all(map(torch.equal, parameters, twins))
+        assert all(map(torch.equal, parameters, twins))
+
+
+def test_a_number_that_changes_after_the_capture_is_heard_by_the_next_step_and_by_replays(graph: Graph) -> None:
+    """Replays read what was sent last, and send nothing themselves: a step between them and a later one agree."""
+    parameters, optimizer = captured(graph, max_grad_norm=1.0)
+    twins, twin = made(max_grad_norm=1.0)
+    for _ in range(2):
+        fill_gradients(twins, 0)
+        twin.step()
+    graph.replay()
+    for lr, limit in ((0.5, 0.25), (0.125, 1e9)):
+        for one in (optimizer, twin):
+            one.param_groups[0]["lr"] = lr
+            one.max_grad_norm = limit
+            one.step()
+        graph.replay()
+        optimizer.step()
+        for _ in range(2):
+            twin.step()
+        assert all(map(torch.equal, parameters, twins))

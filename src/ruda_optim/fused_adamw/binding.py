@@ -23,7 +23,7 @@ from .kernels.decision import DecisionMemory as DecisionMemory
 from .kernels.device_table import capturing as capturing
 from .kernels.device_table import keep_for_graphs as keep_for_graphs
 from .kernels.device_table import one_step as one_step
-from .kernels.device_table import upload as upload
+from .kernels.device_table import upload_settings
 from .kernels.memory import reach
 from .kernels.tables import COEFFICIENTS, Field, LaunchTable
 from .stats_plan import ROW_ELEMENTS
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .kernels.tables import TensorMemory
+
+upload = upload_settings  # an optimizer sends settings only
 
 _DLPACK_MAJOR = 1
 UNKNOWN = -1

@@ -127,6 +127,24 @@ def upload(source: Tensor, target: Tensor) -> None:
     _copy(source, stage, target)
 
 
+def upload_settings(source: Tensor, target: Tensor) -> None:
+    """:func:`upload` for what outlives a step: never inside a capture.
+
+    A graph would send the numbers of the capture again at every replay, over whatever was set since, and the host,
+    which sends only what changed, would take the device to have its own.
+
+    Raises:
+        RuntimeError: in a capture; nothing is launched.
+    """
+    if capturing(target.device):
+        raise RuntimeError(
+            "hyperparameters (lr, betas, eps, weight_decay, maximize or max_grad_norm) changed after the last step, "
+            "and a CUDA graph that sends them would send them again at every replay, whatever is set later. "
+            "Take one step with the new values before the capture, or let lr be a tensor on the device"
+        )
+    upload(source, target)
+
+
 def _stage_in_graph(size: int, device: torch.device) -> Tensor:
     whole = -(-size // 16) * 16
     with _spare_lock:
