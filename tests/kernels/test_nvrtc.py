@@ -124,7 +124,7 @@ def test_simulated_update_has_the_cpu_operators_bits_and_the_references_values(c
 GRADIENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MOMENTS = {"float32": 0, "bfloat16": 1, "packed16": 2}
 STORES = {None: 0, torch.float16: 1, torch.bfloat16: 2, "split": 3}
-LAYOUTS = ("flat", "misaligned", "strided")
+LAYOUTS = ("flat", "misaligned", "scattered", "strided")
 NUMEL = CHUNK + 1003  # two chunks, the last with a tail of three elements after its groups of four
 HARD = (0.0, -0.0, 1e-45, -1e-40, 3e38, -3e38, 1e-8, 65504.0, 65520.0, math.inf, -math.inf, math.nan)
 
@@ -141,6 +141,7 @@ class Kind:
     out_of_place: bool = False
     numel: int = NUMEL
     moments: str = "float32"
+    shift: int = 1
 
     def memory(self, seed: int = 0) -> TensorMemory:
         """Random values, some of them hard: infinities, NaN, subnormal numbers, signed zeros."""
@@ -165,8 +166,8 @@ class Kind:
         def out(source: torch.Tensor | None) -> torch.Tensor | None:
             if source is None or not self.out_of_place:
                 return None
-            if self.layout == "misaligned":
-                return torch.empty(self.numel + 1, dtype=source.dtype)[1:]
+            if self.layout in ("misaligned", "scattered"):
+                return self.beginning_at(self.shift, torch.empty(self.numel, dtype=source.dtype))
             return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
 
         split, packed = self.store == "split", self.moments == "packed16"
@@ -193,11 +194,19 @@ class Kind:
 
     def placed(self, values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         if self.layout == "misaligned":
-            return torch.empty(self.numel + 1, dtype=values.dtype)[1:].copy_(values)
+            return self.beginning_at(self.shift, values)
+        if self.layout == "scattered":  # each tensor at an offset of its own
+            return self.beginning_at(int(torch.randint(0, 16, (), generator=generator)), values)
         if self.layout == "strided":  # each tensor with a row pitch of its own
             pitch = 5 + int(torch.randint(0, 4, (), generator=generator))
             return torch.zeros(self.numel // 5, pitch, dtype=values.dtype)[:, :5].copy_(values.view(-1, 5))
         return values
+
+    def beginning_at(self, shift: int, values: torch.Tensor) -> torch.Tensor:
+        """A copy that begins so many elements after a boundary of 64 bytes."""
+        whole = torch.zeros(self.numel + shift + 16, dtype=values.dtype)
+        assert whole.data_ptr() % 64 == 0
+        return whole[shift : shift + self.numel].copy_(values)
 
 
 def compare(kinds: list[Kind], simulated, on_cpu, *, clip: float = 0.375) -> None:
@@ -245,6 +254,72 @@ def test_a_table_of_every_kind_runs_one_launch(moments, launcher, simulated, on_
     launcher.launched.clear()
     compare(kinds, simulated, on_cpu)
     assert launcher.launched == [f"ruda::update<-1, -1, -1, {MOMENTS[moments]}>"]
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("store", STORES, ids=str)
+@pytest.mark.parametrize("gradient", GRADIENTS, ids=str)
+def test_every_offset_and_every_tail(gradient, store, amsgrad, moments, simulated, on_cpu) -> None:
+    """Arrays that begin alike, so many elements after a boundary; and arrays each of which begins elsewhere."""
+    one = Kind(gradient, store, amsgrad, "misaligned", moments=moments)
+    kinds = [replace(one, shift=shift, numel=numel) for shift in range(9) for numel in (*range(1, 20), 1001)]
+    kinds += [replace(one, shift=shift, numel=CHUNK + 1003 + shift) for shift in (1, 6)]
+    kinds += [replace(one, shift=shift, numel=1030, out_of_place=True) for shift in range(1, 8)]
+    kinds += [replace(one, layout="scattered", numel=1025)] * 5
+    compare(kinds, simulated, on_cpu)
+
+
+@pytest.fixture(scope="module")
+def only_vectors():
+    """The kernels without the loop that takes elements one by one: what they change, they change as vectors."""
+    source = (CSRC / "cuda.cu").read_text(encoding="utf-8")
+    loop = "for (int i = thread; i < piece.size - packed; i += kThreads)"
+    assert source.count(loop) == 1
+    instances = [
+        f"ruda::update<{kind}>" for kind in ("0, 0, 0, 0", "2, 3, 0, 0", "2, 3, 0, 1", "2, 3, 0, 2", "2, 3, 1, 2")
+    ]
+    return host_simulator.kernels(source.replace(loop, "for (int i = 0; i < 0;)"), instances)
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [
+        (Kind(), 4),
+        (Kind(torch.bfloat16, "split"), 4),
+        (Kind(torch.bfloat16, "split", moments="bfloat16"), 8),
+        (Kind(torch.bfloat16, "split", moments="packed16"), 8),
+        (Kind(torch.bfloat16, "split", amsgrad=True, moments="packed16"), 4),
+    ],
+    ids=str,
+)
+def test_all_but_head_and_tail_of_a_misaligned_tensor_go_as_vectors(kind, width, only_vectors) -> None:
+    """Element sizes differ, so the boundary is counted in elements."""
+    for shift in range(17):
+        for numel in (1, width - 1, width + 1, 1001, CHUNK + 77):
+            memory = replace(kind, layout="misaligned", shift=shift, numel=numel).memory()
+            changing = memory.exp_avg
+            changing.copy_(torch.full_like(changing, 17))  # a moment, or a word, that no step leaves as it is
+            memory.gradient.fill_(1.0)
+            before = changing.clone()
+            only_vectors.adamw_scaled(
+                LaunchTable([memory], CPU), coefficient_rows(AdamWOptions(), completed=2), 1.0, 1.0
+            )
+            head = min(-shift % width, numel)
+            wanted = torch.zeros(numel, dtype=torch.bool)
+            for begin in range(0, numel, CHUNK):
+                size = min(CHUNK, numel - begin)
+                first = begin + min(head, size)
+                wanted[first : first + (begin + size - first) // width * width] = True
+            assert torch.equal(changing != before, wanted), (shift, numel)
+
+
+def test_arrays_that_lie_differently_go_one_by_one(only_vectors) -> None:
+    memory = Kind(layout="misaligned", shift=4, numel=1001).memory()
+    memory.gradient = Kind().beginning_at(1, torch.ones(NUMEL))[:1001]
+    before = memory.exp_avg.clone()
+    only_vectors.adamw_scaled(LaunchTable([memory], CPU), coefficient_rows(AdamWOptions(), completed=2), 1.0, 1.0)
+    assert torch.equal(bits(memory.exp_avg), bits(before))
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])

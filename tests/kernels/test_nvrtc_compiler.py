@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 
-from fused_adamw import aot_nvrtc
+from fused_adamw import aot_nvrtc, machine_code
 from ruda_optim.fused_adamw import kernels
 from ruda_optim.fused_adamw.kernels.nvrtc import compiler as nvrtc_compiler
 from ruda_optim.fused_adamw.kernels.nvrtc import launch as nvrtc
@@ -48,7 +48,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch):
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize(
-    "instance", ["ruda::update<0, 0, 1, 0>", "ruda::update<-1, -1, -1, 0>", "ruda::analyze<2>", "ruda::decide"]
+    "instance", ["ruda::update<0, 0, 1, 0>", "ruda::update<-1, -1, -1, 0>", "ruda::analyze<2>", "ruda::decide<0>"]
 )
 def test_compiles_without_a_driver(instance: str, arch: str) -> None:
     compiled, log = nvrtc_compiler.compile_instance(instance, arch)
@@ -341,7 +341,7 @@ def test_which_instance_serves_which_tables(kinds: set[Flag], update: str, stati
         ("ruda::update<-1, -1, -1, 2>", "sm_100"),
         ("ruda::update<-1, -1, -1, 0>", "sm_90"),
         ("ruda::analyze<-1>", "sm_100"),
-        ("ruda::decide", "sm_90"),
+        ("ruda::decide<0>", "sm_90"),
     ],
 )
 def test_compiled_code_is_as_it_should_be(instance: str, arch: str) -> None:
@@ -352,7 +352,7 @@ def test_compiled_code_is_as_it_should_be(instance: str, arch: str) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("instance", ["ruda::update<0, 2, 1, 0>", "ruda::analyze<2>"])
 def test_without_nvdisasm_the_widths_come_from_ptx(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aot_nvrtc, "disassembler", lambda: None)
+    monkeypatch.setattr(machine_code, "disassembler", lambda: None)
     facts = aot_nvrtc.check(instance, "sm_100")
     assert (facts.widths_from, facts.problems) == ("ptx", ())
 

@@ -4,7 +4,7 @@ Needs NVRTC, no driver and no GPU. Registers, stack and spills come from the ass
 arithmetic operation and of each memory access from PTX; the width of the accesses in the machine code from nvdisasm,
 where there is one, else from PTX. Nothing is executed, so nothing here says that a kernel is right or fast.
 
-    python tools/fused_adamw/aot_nvrtc.py [--arch sm_90] [--json]
+    python tools/fused_adamw/aot_nvrtc.py [--arch sm_90] [--json FILE]
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from fused_adamw import machine_code
 from ruda_optim.fused_adamw.kernels.nvrtc import compiler as nvrtc_compiler
 from ruda_optim.fused_adamw.kernels.nvrtc import launch as nvrtc
 
@@ -60,6 +59,8 @@ class Facts:
     stores_128: int
     widths_from: str
     """``sass`` or ``ptx``."""
+    instructions_per_element: float | None
+    """Of an update, once around the loop over aligned memory; ``None`` without nvdisasm. Counted, not timed."""
     problems: tuple[str, ...]
     """What is not as it should be; empty if the instance passed."""
 
@@ -75,7 +76,7 @@ def expected_accesses(instance: str) -> tuple[int, int]:
     if name == "update":
         gradient, store, amsgrad, moments = (int(argument) for argument in arguments.split(","))
         words = 2 - (moments == 2) + (amsgrad != 0)  # moments and the maximum
-        if moments and gradient > 0 and store == 3 and not amsgrad:  # eight elements at a time: all memory is 16-bit
+        if elements_at_a_time(instance) == 8:
             return words + 3, words + 2
         fp32 = (store != 3) + (0 if moments else words)  # the parameter unless it is split
         return fp32 + (gradient in (-1, 0)), fp32
@@ -86,6 +87,15 @@ def expected_accesses(instance: str) -> tuple[int, int]:
     return 0, 0
 
 
+def elements_at_a_time(instance: str) -> int | None:
+    """How many elements a thread of an update takes in one access; ``None`` for another kernel."""
+    found = re.fullmatch(r"ruda::update<(.*)>", instance)
+    if found is None:
+        return None
+    gradient, store, amsgrad, moments = (int(argument) for argument in found[1].split(","))
+    return 8 if moments and gradient > 0 and store == 3 and not amsgrad else 4  # eight: all memory is 16 bits wide
+
+
 def check(instance: str, arch: str) -> Facts:
     """Compiles one instance and examines it."""
     compiled, log = nvrtc_compiler.compile_instance(instance, arch, ("--ptxas-options=-v",))
@@ -94,9 +104,12 @@ def check(instance: str, arch: str) -> Facts:
     registers = _number(r"Used (\d+) registers", log)
     stack, *spills = (max(map(int, re.findall(rf"(\d+) bytes {what}", log))) for what in
                       ("stack frame", "spill stores", "spill loads"))  # fmt: skip
-    machine_code = disassemble(compiled.code)
-    text, patterns = (ptx, _WIDE_PTX) if machine_code is None else (machine_code, _WIDE_SASS)
+    disassembled = machine_code.disassemble(compiled.code)
+    text, patterns = (ptx, _WIDE_PTX) if disassembled is None else (disassembled, _WIDE_SASS)
     loads, stores = (len(re.findall(patterns[kind], text)) for kind in ("loads", "stores"))
+
+    elements = elements_at_a_time(instance)
+    loop = None if disassembled is None or elements is None else machine_code.wide_loop(disassembled)
 
     problems = []
     ceiling = next(most for kind, most in REGISTERS.items() if instance.startswith(f"ruda::{kind}"))
@@ -111,13 +124,14 @@ def check(instance: str, arch: str) -> Facts:
         ("contraction", _FMA_FP32, ptx),
         ("approximate arithmetic", _APPROXIMATE, ptx),
         ("generic address", _GENERIC, ptx),
-        ("generic address in machine code", _GENERIC_SASS, machine_code or ""),
+        ("generic address in machine code", _GENERIC_SASS, disassembled or ""),
     ):
         found = sorted({match.strip() for match in pattern.findall(searched)})
         if found:
             problems.append(f"{what}: {', '.join(found)}")
     return Facts(instance, arch, registers, stack, sum(spills), loads, stores,
-                 "ptx" if machine_code is None else "sass", tuple(problems))  # fmt: skip
+                 "ptx" if disassembled is None else "sass",
+                 loop and loop.instructions / elements, tuple(problems))  # fmt: skip
 
 
 def check_all(architectures: Sequence[str] = ARCHITECTURES, instances: Sequence[str] | None = None) -> Iterator[Facts]:
@@ -125,26 +139,6 @@ def check_all(architectures: Sequence[str] = ARCHITECTURES, instances: Sequence[
     for arch in architectures:
         for instance in nvrtc.instances() if instances is None else instances:
             yield check(instance, arch)
-
-
-def disassembler() -> str | None:
-    """An nvdisasm: on the path, in the CUDA toolkit, or the one that Triton brings."""
-    places = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
-    candidates = [shutil.which("nvdisasm"), *(f"{place}/bin/nvdisasm" for place in places)]
-    candidates += [f"{entry}/triton/backends/nvidia/bin/nvdisasm" for entry in sys.path]
-    return next((path for path in candidates if path and os.access(path, os.X_OK)), None)
-
-
-def disassemble(code: bytes) -> str | None:
-    """The machine code as text, or ``None`` if there is no nvdisasm or it does not know the architecture."""
-    program = disassembler()
-    if program is None:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "kernel.cubin"
-        path.write_bytes(code)
-        result = subprocess.run([program, "-c", str(path)], capture_output=True, text=True, check=False)
-    return result.stdout if result.returncode == 0 else None
 
 
 def _number(pattern: str, text: str) -> int:
@@ -157,7 +151,7 @@ def _number(pattern: str, text: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--arch", action="append", help=f"default: {', '.join(ARCHITECTURES)}")
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+    parser.add_argument("--json", type=pathlib.Path, help="write the facts to this file")
     options = parser.parse_args()
     reason = missing()
     if reason is not None:
@@ -165,12 +159,15 @@ def main() -> int:
         return 2
     facts = list(check_all(options.arch or ARCHITECTURES))
     if options.json:
-        print(json.dumps([dataclasses.asdict(fact) for fact in facts], indent=1))
-    else:
-        for fact in facts:
-            state = "; ".join(fact.problems) or "ok"
-            print(f"{fact.arch:7} {fact.instance:24} {fact.registers:3} registers, 128-bit loads {fact.loads_128:2}, "
-                  f"stores {fact.stores_128} ({fact.widths_from}): {state}")  # fmt: skip
+        toolchain = nvrtc_compiler.toolchain()
+        rows = [dataclasses.asdict(fact) | {"toolchain": toolchain} for fact in facts]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    for fact in facts:
+        state = "; ".join(fact.problems) or "ok"
+        count = fact.instructions_per_element or "-"
+        print(f"{fact.arch:7} {fact.instance:30} {fact.registers:3} registers, 128-bit loads {fact.loads_128:2}, "
+              f"stores {fact.stores_128} ({fact.widths_from}), instructions an element {count}: {state}")  # fmt: skip
+    print(f"{len(facts)} kernels, {sum(bool(fact.problems) for fact in facts)} with problems")
     return 1 if any(fact.problems for fact in facts) else 0
 
 

@@ -19,6 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fused_adamw.machine_code import disassemble, wide_loop
+
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")  # of the suite `build`; tools/gpu_matrix.sh compiles for more
 
 # The types of each kernel's arguments, as Triton's launch path derives them: nothing is specialized on a value.
@@ -34,15 +38,16 @@ _ARGUMENTS = {
 # for two: enough 128-bit loads in flight to fill the memory.
 _REGISTERS = {"update": 80, "analyze": 128, "merge": 64, "decide": 64}
 
-# One program decides: what a function saves on the stack around an FP64 division costs nothing there.
-_STACK = {"decide": 16}
+# One program decides: what a function saves on the stack around an FP64 division costs nothing there. An update may put
+# two numbers aside before its loop.
+_STACK = {"decide": 16, "update": 8}
 
 _ABSENT = ("spills", "other_vectors", "fused_multiply_add", "approximate", "flush_subnormals")
-_ABSENT += ("generic_access",)
+_ABSENT += ("generic_access", "stack_in_loop")
 
 # The general update holds every kind's values at once. It walks strided tensors too, and there it calls a 64-bit
-# division, which saves registers on the stack.
-_GENERAL_UPDATE = {"registers": 96, "stack_bytes": 16}
+# division, which saves registers on the stack. Two programs fit a multiprocessor from 86 to 128 registers.
+_GENERAL_UPDATE = {"registers": 128, "stack_bytes": 16}
 
 
 def specializations() -> list[tuple[str, Any]]:
@@ -78,7 +83,7 @@ def compile_one(name: str, specialization: Any, target: str) -> dict[str, Any]:
     return fact
 
 
-def _nvidia_facts(asm: dict[str, Any]) -> dict[str, int]:
+def _nvidia_facts(asm: dict[str, Any]) -> dict[str, Any]:
     text = asm["ptx"]
 
     def count(pattern: str) -> int:
@@ -96,6 +101,10 @@ def _nvidia_facts(asm: dict[str, Any]) -> dict[str, int]:
         "generic_access": count(r"\b(?:ld|st)\.(?!global|shared|param|const|local)"),
         "barriers": count(r"\bbar\.sync"),
     }
+    machine_code = disassemble(asm["cubin"])
+    loop = None if machine_code is None else wide_loop(machine_code)
+    facts["instructions_per_element"] = None if loop is None else loop.instructions / 4  # a thread takes four at a time
+    facts["stack_in_loop"] = 0 if loop is None else loop.local
     return facts | _resource_usage(asm["cubin"])
 
 
@@ -136,6 +145,7 @@ def _amd_facts(asm: dict[str, Any]) -> dict[str, int]:
         "approximate": count(r"!fpmath|\barcp\b|\bafn\b|amdgcn\.(?:rcp|sqrt)", llvm),
         "flush_subnormals": count(r"denormal-fp-math[\w-]*\"=\"(?!ieee)", llvm),
         "generic_access": count(r"\bflat_(?:load|store)"),
+        "stack_in_loop": 0,  # not looked for: a stack at all is private memory
         "barriers": count(r"\bs_barrier\b"),
         "registers": field("vgpr_count"),
         "stack_bytes": field("private_segment_fixed_size"),

@@ -12,15 +12,9 @@ namespace ruda {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// Blocks per multiprocessor that the registers must allow. 0: the compiler's choice. On sm_100 its choice costs spills.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+// Blocks per multiprocessor that the registers must allow. Left to itself the compiler spills, or takes more than it needs.
 constexpr int kUpdateBlocks = 4;
 constexpr int kGeneralBlocks = 2;
-#else
-constexpr int kUpdateBlocks = 0;
-constexpr int kGeneralBlocks = 0;
-#endif
-constexpr int kPackedGeneralBlocks = 2;  // for packed moments, whose codes need the most
 
 // ---- update ----------------------------------------------------------------------------------------------------------
 
@@ -53,6 +47,7 @@ struct Variant {
 
   __device__ bool half_gradient() const { return GRADIENT == kAny ? flags & kGradFp16 : GRADIENT == kHalf; }
   __device__ bool brain_gradient() const { return GRADIENT == kAny ? flags & kGradBf16 : GRADIENT == kBrain; }
+  __device__ int gradient_bytes() const { return half_gradient() || brain_gradient() ? 2 : 4; }
   __device__ bool half_copy() const { return STORE == kAny ? flags & kCopyFp16 : STORE == kWithHalf; }
   __device__ bool brain_copy() const { return STORE == kAny ? flags & kCopyBf16 : STORE == kWithBrain; }
   __device__ bool split() const { return STORE == kAny ? flags & kSplit : STORE == kSplitMaster; }
@@ -168,9 +163,7 @@ __device__ void update_elements(const V& variant, const Memory<typename Form::Wo
 // One block per chunk. `decision` is (skip, clip factor, inverse scale, 0). Tensor i takes row kCoefficientRow of
 // `coefficients`, or row i if `decide` wrote them.
 template <int GRADIENT, int STORE, int AMSGRAD, int MOMENTS>
-__global__ void __launch_bounds__(kThreads, GRADIENT != kAny ? kUpdateBlocks
-                                            : MOMENTS == 2   ? kPackedGeneralBlocks
-                                                             : kGeneralBlocks)
+__global__ void __launch_bounds__(kThreads, GRADIENT == kAny ? kGeneralBlocks : kUpdateBlocks)
     update(const long long* fields, const long long* layouts, const long long* blocks, long long count,
            const Coefficients* coefficients, const float* decision, int row_per_tensor) {
   if (decision[0] != 0.0f) return;
@@ -190,17 +183,21 @@ __global__ void __launch_bounds__(kThreads, GRADIENT != kAny ? kUpdateBlocks
     return;
   }
   // Four elements are 16 bytes of FP32; eight are 16 bytes where all memory is 16 bits wide, unless that needs too many
-  // registers. The rest of the tensor, or all of a misaligned one, goes one by one.
+  // registers. What lies before and after whole packs goes one by one, as does a tensor whose arrays lie differently.
   constexpr bool kNarrow = MOMENTS != 0 && GRADIENT > kFloat && STORE == kSplitMaster;
   constexpr int kWidth = kNarrow && AMSGRAD == 0 ? 8 : 4;
-  const int packed = variant.aligned() ? piece.size / kWidth * kWidth : 0;
+  const int head = variant.aligned() ? 0
+                                     : elements_before_boundary<kWidth>(piece, variant.gradient_bytes(),
+                                                                        sizeof(typename Form<MOMENTS>::Word));
+  const int packed = (piece.size - head) / kWidth * kWidth;
 #pragma unroll 1
-  for (int i = thread * kWidth; i < packed; i += kThreads * kWidth) {
+  for (int i = head + thread * kWidth; i < head + packed; i += kThreads * kWidth) {
     update_elements<kWidth, Form<MOMENTS>>(variant, memory, Flat{piece.begin + i}, c, f, seed);
   }
 #pragma unroll 1
-  for (int i = packed + thread; i < piece.size; i += kThreads) {
-    update_elements<1, Form<MOMENTS>>(variant, memory, Flat{piece.begin + i}, c, f, seed);
+  for (int i = thread; i < piece.size - packed; i += kThreads) {
+    const int at = i < head ? i : packed + i;
+    update_elements<1, Form<MOMENTS>>(variant, memory, Flat{piece.begin + at}, c, f, seed);
   }
 }
 
@@ -368,7 +365,9 @@ __global__ void __launch_bounds__(kThreads) merge(const StatsRow* rows, float* o
 // ---- the decision of a step ------------------------------------------------------------------------------------------
 
 // One block, and the only one. Kernels.decide in kernels/__init__.py says what is read and written; `scale` and `found_inf`
-// may be null, and row_count is -1 without rows. Tensor i's group is the row kCoefficientRow of `hyperparameters`.
+// may be null, and row_count is -1 without rows. Tensor i's group is the row kCoefficientRow of `hyperparameters`. A template,
+// so that the other instances do not compile it too.
+template <int = 0>
 __global__ void __launch_bounds__(kThreads)
     decide(const long long* fields, long long count, const Hyperparameters* hyperparameters, double* report,
            float* decision, long long* counts, Coefficients* coefficients, const StatsRow* rows, long long row_count,

@@ -92,4 +92,21 @@ __device__ void store(T* p, const Pack<T, W>& pack) {
   *reinterpret_cast<Pack<T, W>*>(p) = pack;
 }
 
+// Elements before the first boundary of W elements, if every array of the tensor agrees on it; otherwise all of them. A view
+// of one flat buffer may begin anywhere, but its arrays mostly lie alike. Not counted in bytes: types differ in size.
+template <int W>
+__device__ int elements_before_boundary(const Piece& piece, int gradient_bytes, int moment_bytes) {
+  int before = -1;
+#pragma unroll
+  for (int field = kParam; field <= kRemainder; ++field) {
+    const long long address = piece.at(static_cast<Field>(field));
+    const int bytes = field == kGrad ? gradient_bytes : field < kExpAvg ? 4 : field < kCopy ? moment_bytes : 2;
+    const int found = static_cast<int>(-(address / bytes) & (W - 1));
+    if (address == 0) continue;  // absent
+    if (before >= 0 && found != before) return piece.size;
+    before = found;
+  }
+  return before < piece.size ? before : piece.size;
+}
+
 }  // namespace ruda

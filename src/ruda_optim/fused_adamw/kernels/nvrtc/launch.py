@@ -43,7 +43,7 @@ _MOMENTS = {Flag(0): 0, Flag.MOMENTS_BF16: 1, Flag.MOMENTS_PACKED: 2}
 _UPDATE = "ruda::update<{}, {}, {}, {}>"
 
 _MERGE_ROWS, _MERGE_REPORT = "ruda::merge<false>", "ruda::merge<true>"
-_DECIDE = "ruda::decide"
+_DECIDE = "ruda::decide<0>"
 
 _LEGACY_STREAM = 1  # CU_STREAM_LEGACY
 
