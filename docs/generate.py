@@ -11,6 +11,7 @@ What a file is, its keys say:
 - "seeds": benchmarks/accuracy.py, errors against FP64.
 - "measured": benchmarks/communication.py, the sum over ranks; with "optimizers", benchmarks/offload.py.
 - "trainings": benchmarks/whole_runs.py, whole trainings side by side; with "moments", of benchmarks/moments.py.
+- "compiled": tools/fused_adamw/compile_report.py, device kernels compiled ahead of time; no benchmark.
 - "runs": tools/run_adamw_regressions.py, a list of {"suite", "task", "device", "compiler", "dtype",
   "status", "simulation"}.
 - anything else is listed with its "what", so that no result is left out silently.
@@ -98,7 +99,7 @@ def pictures(name: str) -> str:
 
 def benchmarks(reports: dict[str, Report]) -> str:
     text = HEAD + BENCHMARK_INTRODUCTION
-    shown = {name: report for name, report in reports.items() if "runs" not in report}
+    shown = {name: report for name, report in reports.items() if "runs" not in report and "compiled" not in report}
     if not shown:
         return text + "\nNo result file has been committed yet. `make bench` writes one.\n"
     for name, report in shown.items():
@@ -360,6 +361,58 @@ def first_screen(report: Report) -> str:
     return "\n" + table(("A whole step", "torch fused, ms", "ours, ms", "torch / ours"), rows)
 
 
+COUNTED_KINDS = (  # gradient, parameter, amsgrad, what a reader calls it
+    ("float32", "float32", False, "FP32"),
+    ("float32", "float32", True, "FP32, AMSGrad"),
+    ("float32", "split", False, "FP32 gradient, BF16 parameter with a split master"),
+    ("bfloat16", "split", False, "BF16 gradient and parameter, split master"),
+    ("float16", "float16", False, "FP16 gradient and parameter, FP32 master"),
+)
+FORMS = ("float32", "bfloat16", "packed16")
+
+
+def compiled(report: Report) -> str:
+    """What compilers made of the device kernels; nothing of it was run."""
+    rows: list[tuple[object, ...]] = []
+    versions = dict.fromkeys((entry["compiler"], entry["version"]) for entry in report["compiled"])
+    for compiler, version in versions:
+        entries = [e for e in report["compiled"] if (e["compiler"], e["version"]) == (compiler, version)]
+        most = {group: max(e["registers"].get(group, 0) for e in entries) for group in entries[0]["registers"]}
+        failed = [f"{len(e['problems'])} on {e['target']}" for e in entries if e["problems"]]
+        targets = sorted((e["target"] for e in entries), key=lambda target: (len(target), target))
+        kernels = "/".join(str(count) for count in sorted({e["kernels"] for e in entries}))
+        registers = " / ".join(str(most.get(group, "-")) for group in ("update", "general update", "analyze"))
+        spilled = max(e["spill_bytes"] for e in entries)
+        rows.append(
+            (f"{compiler} {version}", ", ".join(targets), kernels, registers, spilled, ", ".join(failed) or "0")
+        )
+    columns = ("Compiler", "Compiled for, not run", "kernels", "registers: update / general / statistics",
+               "spilled bytes", "not as they should be")  # fmt: skip
+    return "\n" + table(columns, rows) + "\n" + counted(report)
+
+
+def counted(report: Report) -> str:
+    """Instructions per element of some updates, beside those of the sketches."""
+    rows: list[tuple[object, ...]] = []
+    counts = {
+        (e["compiler"], e["version"], e["gradient"], e["parameter"], e["amsgrad"], e["moments"]): e["instructions"]
+        for e in report["instructions per element"]
+    }
+    for compiler, version in dict.fromkeys(key[:2] for key in counts):
+        for gradient, parameter, amsgrad, words in COUNTED_KINDS:
+            found = [counts.get((compiler, version, gradient, parameter, amsgrad, form)) for form in FORMS]
+            if None not in found:
+                added = f"{found[2] - found[0]:+.3g}"
+                rows.append((f"{compiler} {version}", words, *(f"{count:.4g}" for count in found), added))
+    study = "; ".join(f"{what}: {count}" for what, count in report["study"].items())
+    columns = ("Compiler", "Update", *FORMS, "packed16 - float32")
+    return (
+        f"Instructions an element of the loop over whole vectors, counted in code for {report['counted on']} on the\n"
+        f"shortest way around, with the moments as named. The study before the kernels counted: {study}.\n\n"
+        + table(columns, rows)
+    )
+
+
 def pages() -> dict[str, str]:
     """Text by path, relative to docs/."""
     reports = load()
@@ -375,6 +428,8 @@ def with_results(text: str, reports: dict[str, Report]) -> str:
         report = reports.get(match["name"])
         if report is None:
             found = "\nNot measured yet.\n"
+        elif "compiled" in report:
+            found = "\n" + origin(match["name"], report) + compiled(report)
         elif "comparisons" in report:
             found = first_screen(report) + "\n" + origin(match["name"], report, packages=("torch",))
         else:

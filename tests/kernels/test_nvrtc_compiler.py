@@ -357,6 +357,18 @@ def test_without_nvdisasm_the_widths_come_from_ptx(instance: str, monkeypatch: p
     assert (facts.widths_from, facts.problems) == ("ptx", ())
 
 
+@needs_nvrtc
+@pytest.mark.skipif(machine_code.disassembler() is None, reason="no nvdisasm")
+def test_what_moments_in_two_bytes_cost_in_instructions() -> None:
+    """Decode, dither and encode took 46 an element in a sketch; loads and stores become fewer."""
+    counts = [
+        aot_nvrtc.check(f"ruda::update<0, 0, 0, {moments}>", "sm_90").instructions_per_element for moments in range(3)
+    ]
+    assert counts[0] <= 54
+    assert counts[0] < counts[1] < counts[2] <= counts[0] + 46
+    assert aot_nvrtc.check("ruda::merge<true>", "sm_90").instructions_per_element is None
+
+
 FAULTS = {
     "contraction": ("adamw_update.h", "const float gg = g * g;", "const float gg = __fmaf_rn(g, g, 0.0f);"),
     "approximate arithmetic": ("adamw_update.h", "return __fdiv_rn(a, b)", "return __fdividef(a, b)"),

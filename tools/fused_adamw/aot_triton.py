@@ -229,7 +229,7 @@ def main() -> int:
         print(
             f"{'FAIL' if wrong else 'ok':4} {fact['target']:7} {fact['kernel']:8} registers {fact['registers']:3} "
             f"128-bit {fact['loads_128']}/{fact['stores_128']} 64-bit {fact['loads_64']}/{fact['stores_64']} "
-            f"{constants}"
+            f"instructions an element {fact.get('instructions_per_element') or '-'} {constants}"
         )
         for line in wrong:
             print(f"     {line}")
