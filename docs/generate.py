@@ -12,6 +12,7 @@ What a file is, its keys say:
 - "measured": benchmarks/communication.py, the sum over ranks; with "optimizers", benchmarks/offload.py.
 - "trainings": benchmarks/whole_runs.py, whole trainings side by side; with "moments", of benchmarks/moments.py.
 - "compiled": tools/fused_adamw/compile_report.py, device kernels compiled ahead of time; no benchmark.
+- "tried": tools/matrix.sh, the core tests with other versions of Python and torch; no benchmark.
 - "runs": tools/run_adamw_regressions.py, a list of {"suite", "task", "device", "compiler", "dtype",
   "status", "simulation"}.
 - anything else is listed with its "what", so that no result is left out silently.
@@ -48,6 +49,7 @@ WANTED = (
     ("AMD", "ptx", UNTESTED),
 )
 DTYPES = ("fp32", "fp16", "bf16")
+NO_BENCHMARKS = ("runs", "compiled", "tried")
 WITHOUT_HARDWARE = ("oracle", "reference", "build", "simulate")
 """Suites that run no kernel of ours on a device."""
 
@@ -99,7 +101,7 @@ def pictures(name: str) -> str:
 
 def benchmarks(reports: dict[str, Report]) -> str:
     text = HEAD + BENCHMARK_INTRODUCTION
-    shown = {name: report for name, report in reports.items() if "runs" not in report and "compiled" not in report}
+    shown = {name: report for name, report in reports.items() if report.keys().isdisjoint(NO_BENCHMARKS)}
     if not shown:
         return text + "\nNo result file has been committed yet. `make bench` writes one.\n"
     for name, report in shown.items():
@@ -293,6 +295,7 @@ def status(reports: dict[str, Report]) -> str:
     text = HEAD + STATUS_INTRODUCTION + "\n## Committed results\n\n"
     columns = ("Suite", "Task", "Device", "Compiler", "dtype", "Status", "Date", "File")
     text += table(columns, rows) if rows else "None yet; they are JSON files in `benchmarks/results/`.\n"
+    text += versions_tried(reports)
     missing = [
         (device, compiler, ", ".join(DTYPES), known)
         for device, compiler, known in WANTED
@@ -300,6 +303,25 @@ def status(reports: dict[str, Report]) -> str:
     ]
     text += "\n## Wanted, and not in a result file\n\n"
     return text + (table(("Device", "Compiler", "dtypes", "What is known"), missing) if missing else "Nothing.\n")
+
+
+def versions_tried(reports: dict[str, Report]) -> str:
+    """The core tests with other versions of Python and torch."""
+    rows = [
+        (one["torch"], one["python"], f"**{one['status']}**", *(one.get(key, "") for key in ("passed", "failed")),
+         one.get("skipped", ""), "stand-ins" if one["stand-ins for CUDA's libraries"] else "", one["date"][:10])
+        for report in reports.values()
+        for one in report.get("tried", [])
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    columns = ("torch", "Python", "Status", "passed", "failed", "skipped", "CUDA's libraries", "Date")
+    return (
+        "\n## Versions of Python and torch\n\n"
+        "`tools/matrix.sh`, on a CPU: the tests of the functional API, the optimizer and the CPU operator without the\n"
+        "slow ones. With stand-ins: a torch built for CUDA whose NVIDIA libraries `tools/stand_ins.py` replaced.\n\n"
+        + table(columns, rows)
+    )
 
 
 def fits(wanted: str, device: str) -> bool:

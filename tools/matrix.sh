@@ -8,6 +8,10 @@
 # a copy of the tracked files and runs its tests; it is removed before the next is made. A pair whose Python or torch
 # cannot be had is reported and passed over. Logs lie in build/matrix. Exit status 1 if anything failed or nothing ran. Not
 # part of .ci/run.
+#
+# RUDA_MATRIX_REPORT=FILE: also add what ran to this file; benchmarks/results/versions.json (with its whole path) is the one
+# that the page on what was run shows.
+# RUDA_MATRIX_STAND_INS=1: torch without what it asks for, and tools/stand_ins.py in the place of NVIDIA's libraries.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -34,7 +38,15 @@ run_pair() {
     command -v "$python" >/dev/null || { echo "no $python here"; return 2; }
     "$python" -m venv "$venv" >"$log" 2>&1 || { echo "no virtual environment"; return 2; }
     local pip=("$venv/bin/python" -m pip install -q --disable-pip-version-check --no-cache-dir)
-    "${pip[@]}" "torch==$torch" numpy >>"$log" 2>&1 || { echo "torch $torch cannot be installed"; return 2; }
+    local only=()
+    [ -z "${RUDA_MATRIX_STAND_INS:-}" ] || only=(--no-deps)
+    "${pip[@]}" "${only[@]}" "torch==$torch" >>"$log" 2>&1 || { echo "torch $torch cannot be installed"; return 2; }
+    "${pip[@]}" numpy filelock typing-extensions sympy networkx jinja2 fsspec setuptools >>"$log" 2>&1 ||
+        { echo "what torch needs cannot be installed"; return 2; }
+    if [ -n "${RUDA_MATRIX_STAND_INS:-}" ]; then
+        "$python" tools/stand_ins.py "$(echo "$venv"/lib/python3*/site-packages/torch/lib)" >>"$log" 2>&1 ||
+            { echo "no stand-ins for CUDA's libraries"; return 2; }
+    fi
     # tqdm and matplotlib: a test kills and resumes the demo.
     "${pip[@]}" pytest hypothesis expecttest safetensors tqdm matplotlib scikit-build-core cmake ninja >>"$log" 2>&1 ||
         { echo "the tests' tools cannot be installed"; return 2; }
@@ -55,6 +67,11 @@ for pair in "${pairs[@]}"; do
         1) status=FAILED ran=1 failed=1 ;;
         *) status="not run" ;;
     esac
+    if [ "$status" != "not run" ] && [ -n "${RUDA_MATRIX_REPORT:-}" ]; then
+        version=$("${pair%%:*}" -c 'import platform; print(platform.python_version())')
+        "${pair%%:*}" tools/matrix_report.py "$version" "${pair#*:}" "${RUDA_MATRIX_STAND_INS:-0}" "$status" \
+            "${outcome//=/}" --output "$RUDA_MATRIX_REPORT"
+    fi
     rows+=("$(printf '%-12s %-8s %-8s %s' "${pair%%:*}" "${pair#*:}" "$status" "${outcome//=/}")")
     rm -rf "$folder/venv" "$folder/tree/build"
 done
