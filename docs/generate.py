@@ -404,12 +404,12 @@ def compiled(report: Report) -> str:
         targets = sorted((e["target"] for e in entries), key=lambda target: (len(target), target))
         kernels = "/".join(str(count) for count in sorted({e["kernels"] for e in entries}))
         registers = " / ".join(str(most.get(group, "-")) for group in ("update", "general update", "analyze"))
-        spilled = max(e["spill_bytes"] for e in entries)
+        spilled = f"{max(e['stack_bytes'] for e in entries)} / {max(e['spill_bytes'] for e in entries)}"
         rows.append(
             (f"{compiler} {version}", ", ".join(targets), kernels, registers, spilled, ", ".join(failed) or "0")
         )
     columns = ("Compiler", "Compiled for, not run", "kernels", "registers: update / general / statistics",
-               "spilled bytes", "not as they should be")  # fmt: skip
+               "bytes: stack / spilled", "not as they should be")  # fmt: skip
     return "\n" + table(columns, rows) + "\n" + counted(report)
 
 

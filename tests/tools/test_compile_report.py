@@ -104,7 +104,7 @@ def test_the_page_says_compiled_and_not_run() -> None:
     facts.insert(1, NVRTC | {"instance": "ruda::update<0, 0, 0, 1>", "instructions_per_element": 76.25})
     text = generate.compiled(compile_report.summary(facts))
     assert "| Compiler | Compiled for, not run |" in text
-    assert "| NVRTC 13.5 | sm_90 | 5 | 60 / 99 / 60 | 0 | 1 on sm_90 |" in text
+    assert "| NVRTC 13.5 | sm_90 | 5 | 60 / 99 / 60 | 0 / 0 | 1 on sm_90 |" in text
     assert "| NVRTC 13.5 | FP32 | 51.5 | 76.25 | 95.25 | +43.8 |" in text
 
 
