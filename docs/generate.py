@@ -420,7 +420,8 @@ def counted(report: Report) -> str:
         (e["compiler"], e["version"], e["gradient"], e["parameter"], e["amsgrad"], e["moments"]): e["instructions"]
         for e in report["instructions per element"]
     }
-    for compiler, version in dict.fromkeys(key[:2] for key in counts):
+    newest = dict(sorted(key[:2] for key in counts))
+    for compiler, version in newest.items():
         for gradient, parameter, amsgrad, words in COUNTED_KINDS:
             found = [counts.get((compiler, version, gradient, parameter, amsgrad, form)) for form in FORMS]
             if None not in found:
