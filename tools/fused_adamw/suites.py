@@ -115,7 +115,7 @@ def simulate(choice: Choice) -> list[Task]:
         files = tests("nvrtc nvrtc_statistics decide device_table split_tables torch_settings engine graphs fixtures")
         tasks.append(Task("simulate", "simulation: CUDA source on the host simulator", pytest(*files),
                           "simulation on a CPU", "nvrtc", needs=("operator", "simulator", "pytest"), pytest=True,
-                          simulation=True))  # fmt: skip
+                          simulation=True, may_skip=MACHINE))  # fmt: skip
     if "ptx" in choice.compilers:
         tasks.append(Task("simulate", "simulation: Triton kernels in the interpreter",
                           pytest("tests/kernels/simulated_ptx.py", *tests("decide")), "simulation on a CPU", "ptx",
