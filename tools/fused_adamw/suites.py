@@ -120,7 +120,7 @@ def simulate(choice: Choice) -> list[Task]:
         tasks.append(Task("simulate", "simulation: Triton kernels in the interpreter",
                           pytest("tests/kernels/simulated_ptx.py", *tests("decide")), "simulation on a CPU", "ptx",
                           environment={"TRITON_INTERPRET": "1"}, needs=("operator", "triton", "pytest"), pytest=True,
-                          simulation=True))  # fmt: skip
+                          may_skip=(r"the interpreter takes a minute",), simulation=True))  # fmt: skip
     return tasks
 
 
