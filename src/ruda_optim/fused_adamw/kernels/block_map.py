@@ -85,7 +85,7 @@ def describe_blocks(
     order = torch.argsort(kinds[tensor], stable=True)
     ranges = []
     first = 0
-    for kind, count in zip(*(x.tolist() for x in torch.unique(kinds[tensor], return_counts=True)), strict=True):
+    for kind, count in torch.stack(torch.unique(kinds[tensor], return_counts=True), 1).tolist():
         ranges.append(BlockRange(kind, first, count))
         if reverse:
             order[first : first + count] = order[first : first + count].flip(0)
