@@ -309,13 +309,13 @@ def versions_tried(reports: dict[str, Report]) -> str:
     """The core tests with other versions of Python and torch."""
     rows = [
         (one["torch"], one["python"], f"**{one['status']}**", *(one.get(key, "") for key in ("passed", "failed")),
-         one.get("skipped", ""), "stand-ins" if one["stand-ins for CUDA's libraries"] else "", one["date"][:10])
+         one.get("skipped", ""), "stand-ins" if one["stand-ins for CUDA's libraries"] else "", one["date"][:10], one.get("note", ""))
         for report in reports.values()
         for one in report.get("tried", [])
     ]  # fmt: skip
     if not rows:
         return ""
-    columns = ("torch", "Python", "Status", "passed", "failed", "skipped", "CUDA's libraries", "Date")
+    columns = ("torch", "Python", "Status", "passed", "failed", "skipped", "CUDA's libraries", "Date", "Note")
     return (
         "\n## Versions of Python and torch\n\n"
         "`tools/matrix.sh`, on a CPU: the tests of the functional API, the optimizer and the CPU operator without the\n"

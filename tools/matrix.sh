@@ -52,7 +52,7 @@ run_pair() {
         { echo "the tests' tools cannot be installed"; return 2; }
     "${pip[@]}" --no-build-isolation --no-deps . >>"$log" 2>&1 ||
         { echo "ruda-optim was not built"; return 1; }
-    "$venv/bin/python" -m pytest -q -p no:cacheprovider -m "not slow and not integration" "${core[@]}" >>"$log" 2>&1
+    "$venv/bin/python" -m pytest -q -p no:cacheprovider -W default -m "not slow and not integration" "${core[@]}" >>"$log" 2>&1
     status=$?
     tail -n 1 "$log"
     return $((status != 0))
