@@ -309,7 +309,8 @@ def versions_tried(reports: dict[str, Report]) -> str:
     """The core tests with other versions of Python and torch."""
     rows = [
         (one["torch"], one["python"], f"**{one['status']}**", *(one.get(key, "") for key in ("passed", "failed")),
-         one.get("skipped", ""), "stand-ins" if one["stand-ins for CUDA's libraries"] else "", one["date"][:10], one.get("note", ""))
+         one.get("skipped", ""), "stand-ins" if one["stand-ins for CUDA's libraries"] else "", one["date"][:10],
+         one.get("note", ""))
         for report in reports.values()
         for one in report.get("tried", [])
     ]  # fmt: skip
