@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 import pathlib
+import platform
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
+
+from ruda_optim.fused_adamw.kernels import library
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "kernel_runs.py"
 
@@ -30,3 +37,24 @@ def test_other_values_are_refused(prefetch):
     answer = run(prefetch)
     assert answer.returncode != 0
     assert f"RUDA_CPU_PREFETCH must be 0 or 1; got '{prefetch}'" in answer.stderr
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="looks for an instruction of x86-64")
+def test_the_compiler_kept_every_prefetch() -> None:
+    """A function that only prefetches has no effect to a compiler, which may drop its calls: a fifth of the speed.
+
+    In one stretch of 64 elements lie 4 lines of each FP32 array and 2 of each in 16 bits. FP32 moments: 4 arrays, 5 with
+    AMSGrad. BF16: 2 of FP32 and 2 or 3 in 16 bits; packed: 2 and 1 or 2; both of them in two copies of the loop.
+    """
+    lines = 4 * (4 + 5) + 2 * (2 * 4 + 2 * 2 + 2 * 4 + 3 * 2) + 2 * (2 * 4 + 1 * 2 + 2 * 4 + 2 * 2)
+    levels = 3
+    code = pathlib.Path(library.path()).read_bytes()
+    found = sum(code[at + 2] >> 6 != 3 and code[at + 2] >> 3 & 7 < 4 for at in _places(code, b"\x0f\x18"))
+    assert found >= lines * levels
+
+
+def _places(code: bytes, needle: bytes) -> Iterator[int]:
+    at = code.find(needle)
+    while 0 <= at < len(code) - 2:
+        yield at
+        at = code.find(needle, at + 1)
