@@ -43,7 +43,7 @@ def test_other_values_are_refused(prefetch):
 def test_the_compiler_kept_every_prefetch() -> None:
     """A function that only prefetches has no effect to a compiler, which may drop its calls: a fifth of the speed.
 
-    In one stretch of 64 elements lie 4 lines of each FP32 array and 2 of each in 16 bits. FP32 moments: 4 arrays, 5 with
+    A stretch of 64 elements has 4 lines of each FP32 array and 2 of each in 16 bits. FP32 moments: 4 arrays, 5 with
     AMSGrad. BF16: 2 of FP32 and 2 or 3 in 16 bits; packed: 2 and 1 or 2; both of them in two copies of the loop.
     """
     lines = 4 * (4 + 5) + 2 * (2 * 4 + 2 * 2 + 2 * 4 + 3 * 2) + 2 * (2 * 4 + 1 * 2 + 2 * 4 + 2 * 2)
