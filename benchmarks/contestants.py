@@ -251,6 +251,7 @@ class Contestant:
             found = {"exp_avg": m * 2.0**-7, "exp_avg_sq": v * 2.0**-7}
         else:  # an eighth of m, or of a sixteenth of the root of the stored v, which lies up to a quarter above v
             found = {"exp_avg": (m + (1.25 * v).sqrt() / 16) / 8, "exp_avg_sq": v / 4 + 2.0**-91}
+        found = {key: bound * (1 + 2.0**-10) for key, bound in found.items()}  # the other FP32 m and v end elsewhere
         return found | {"max_exp_avg_sq": found["exp_avg_sq"]} if self._variant.amsgrad else found
 
     @torch.no_grad()
