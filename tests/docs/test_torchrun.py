@@ -26,4 +26,5 @@ def test_the_page_runs_under_torchrun(tmp_path: pathlib.Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == sorted(2 * prints.splitlines())
+    # Both processes write to one pipe, and the end of a line may come after the other's words.
+    assert sorted(result.stdout.replace("\n", "")) == sorted(2 * prints.replace("\n", ""))

@@ -38,9 +38,10 @@ TORCH_2_10 = frozenset(
 # Of Python's stable ABI, whatever its version; weak, so that the library can be loaded without an interpreter.
 PYTHON = frozenset(
     """
-    PyDict_Next PyErr_Clear PyEval_RestoreThread PyEval_SaveThread PyList_GetItem PyList_New PyList_SetItem
-    PyList_Size PyObject_CallFunctionObjArgs PyObject_GetAttr
-    PyObject_IsTrue Py_DecRef Py_IncRef _Py_NoneStruct
+    PyCFunction_NewEx PyDict_GetItem PyDict_Next PyDict_Size PyErr_Clear PyErr_Occurred PyEval_RestoreThread
+    PyEval_SaveThread PyFloat_AsDouble PyList_GetItem PyList_New PyList_SetItem PyList_Size PyLong_AsLongLong
+    PyLong_AsVoidPtr PyLong_FromLongLong PyLong_FromVoidPtr PyObject_CallFunctionObjArgs PyObject_GetAttr
+    PyObject_IsTrue PyTuple_GetItem Py_DecRef Py_IncRef _Py_NoneStruct _Py_TrueStruct
     """.split()
 )
 
@@ -95,7 +96,8 @@ def test_library_exports_nothing_but_the_host_functions(library: pathlib.Path) -
     functions = [line.split(maxsplit=2)[2] for line in lines if line.split()[1] in "TWi"]
     templates = ("std::", "__gnu_cxx::", "void std::")  # the last with the type that a template's name begins with
     ours = {name for name in functions if not name.startswith(templates)}
-    assert ours == {f"ruda_plan_{name}" for name in ("active", "bind", "fits", "free", "near_written", "new", "watch")}
+    names = ("active", "bind", "fits", "free", "near_written", "new", "note", "stepper", "watch")
+    assert ours == {f"ruda_plan_{name}" for name in names}
 
 
 @needs_binutils
