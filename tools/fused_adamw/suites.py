@@ -20,7 +20,7 @@ HOST = {
     "generic AdamW": "generic_adamw",
     "torch API": "adamw_class adamw_memory adamw_moves adamw_refusals compiled contract disturbed_steps "
     "fake_tensors grad_scaler gradient_report hyperparameters masters memory_estimate memory_owners "
-    "peer_cases peer_interface report state_shown wrappers",
+    "moment_forms peer_cases peer_interface report state_shown wrappers",
     "checkpoints": "checkpoint checkpoint_failures checkpoint_settings foreign_checkpoints quantized_checkpoints",
 }
 # Reasons for skips that say nothing against a pass: the machine is what it is.
